@@ -37,7 +37,7 @@ class Program:
         one_process: Whether the devices of each run belong to one process.
         stops: The numbers of batches after which a run stops and another one continues.
         shares: Whether devices have random shares, which change after each batch where one process has all of them.
-        verify: From one verified step to the next; 0: none is.
+        verify: Number of steps that are compared with one device before the fit.
     """
 
     seed: int
@@ -299,7 +299,6 @@ def fit(
         count=program.count,
         shares=shares,
         one_process=one_process,
-        verify=program.verify,
     )
     task: type[Task] = Task
     of_windows: Any = {"accumulate_grad_batches": program.window, "gradient_clip_val": program.clip}
@@ -308,6 +307,7 @@ def fit(
         task = TaskByHand
         of_windows = {}
     trainer = Trainer(
+        verify=program.verify,
         strategy=strategy,
         accelerator="cpu",
         devices=devices,

@@ -66,6 +66,8 @@ class Callback(_LightningCallback):
             the module is in shards, `setup` and the hooks of checkpoints come after it was placed. Default: False.
         uses_outputs: False if `on_train_batch_end` does not read `outputs`. If no callback reads them, they are not
             built, and the hook receives `{}`. Default: True.
+        saves_memory: Whether the callback changes how steps are computed and not what they compute, and writes nothing.
+            `Trainer(verify=...)` compares its steps with those without it. Default: False.
         left_out_of_checkpoints: The names of frozen weights that checkpoints leave out. A module that loads such a
             checkpoint keeps its own. Weights that are trained when a checkpoint is written are in it. The trainer sets
             the attribute without the names of weights that it loads from a checkpoint. Default: none.
@@ -81,6 +83,7 @@ class Callback(_LightningCallback):
     fires_without_batch: bool = False
     copies_weights: bool = False
     uses_outputs: bool = True
+    saves_memory: bool = False
     left_out_of_checkpoints: Set[str] = frozenset()
 
     def on_configure_model_end(self, trainer: "Trainer", pl_module: LightningModule) -> None:

@@ -88,6 +88,10 @@ class Strategy:
 
     # Where it runs.
 
+    def on_one_device(self) -> "Strategy | None":
+        """Return a strategy for one device that computes the same bits; None if only whole batches are comparable."""
+        return None
+
     @property
     def root_device(self) -> torch.device:
         """The device on which this process computes, or gathers what it computed."""

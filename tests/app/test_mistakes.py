@@ -39,7 +39,7 @@ MISTAKES = [
     # values
     ("fit trainer.max_epochs=many", "trainer.max_epochs: Value 'many'", "Integer"),
     ("fit trainer.max_epochs=-7", "max_epochs", "-7"),
-    ("fit strategy=virtual strategy.verify=-1", "verify must be an integer of at least 0", "-1"),
+    ("fit trainer.verify=-1", "verify must be an integer of at least 0", "-1"),
     ("fit trainer.enable_progress_bar=perhaps", "trainer.enable_progress_bar: Value 'perhaps'", "bool"),
     ("fit trainer.limit_train_batches=few", "limit_train_batches must be of type int | float", "it is 'few'"),
     ("fit trainer.devices=many", "devices", "many"),

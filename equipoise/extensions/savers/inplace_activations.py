@@ -42,6 +42,7 @@ class InplaceActivations(Callback):
     """
 
     uses_outputs = False
+    saves_memory = True
 
     def __init__(self) -> None:
         check_feature("inplace")

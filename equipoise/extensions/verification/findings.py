@@ -124,13 +124,15 @@ def _zeros_for_none(one: Tensor | None, other: Tensor | None) -> tuple[Tensor | 
 
 
 def _mean(values: list[tuple[Batch, Any]]) -> Tensor | None:
-    """Return the mean over processes, weighted by their samples; None without any."""
+    """Return the mean over processes, weighted by their samples; None without any. That of equal values is exact."""
     present = [
         (sum(batch.sizes), torch.as_tensor(value, dtype=torch.float64)) for batch, value in values if value is not None
     ]
     total = sum(size for size, _ in present)
     if not total:
         return None
+    if all(torch.equal(value, present[0][1]) for _, value in present):
+        return present[0][1]
     return torch.stack([size * value for size, value in present]).sum(0) / total
 
 

@@ -20,6 +20,11 @@ _BY_HAND = (
     "In manual optimisation gradients are exchanged by `self.manual_backward(loss)`: call it in the place of"
     " `loss.backward()`, torch.autograd.backward and torch.autograd.grad, and clip by `self.clip_gradients`."
 )
+_BITS = (
+    "For the same bits set Trainer(deterministic=True), which calls torch.use_deterministic_algorithms, and"
+    " CUBLAS_WORKSPACE_CONFIG=:4096:8; TF32 on or off everywhere, as many threads of CPUs everywhere, and devices of"
+    " one kind. Draw from the global generators, and keep state in buffers."
+)
 # Arguments of the Trainer that change how a step is computed.
 _WAYS = (
     "compile",
@@ -31,14 +36,17 @@ _WAYS = (
 )
 
 
-def remedy_for(difference: Finding, trainer: Any, module: Any) -> str:
+def remedy_for(difference: Finding, trainer: Any, module: Any, *, to_the_bit: bool) -> str:
     """Return advice about a difference, as sentences.
 
     Args:
         difference: The first difference.
         trainer: The user's trainer.
         module: The user's module.
+        to_the_bit: Whether one device was to compute the same bits.
     """
+    if to_the_bit:
+        return _BITS
     strategy = trainer.connected_strategy
     advice = _REMEDIES.get(difference.kind, "")
     if (

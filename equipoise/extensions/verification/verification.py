@@ -1,6 +1,7 @@
 """`Trainer(verify=N)`: the first steps of a fit under its strategy, and on one device, from one state, and compared."""
 
 import warnings
+from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,10 @@ from equipoise.errors import StepError
 from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, generators_kept, quiet, trainer_like
 from equipoise.extensions.verification.findings import LOGGED, Finding, compare
 from equipoise.extensions.verification.recording import Recorder
-from equipoise.extensions.verification.reference import Follower, recorded_loader
+from equipoise.extensions.verification.reference import Follower, RecordedLoader, recorded_loader
 from equipoise.extensions.verification.remedies import remedy_for
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.equality import tolerance_of
+from equipoise.parallel.equality import EXACT, Tolerance, tolerance_of
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["Verification", "verify", "verify_before_fit"]
@@ -29,11 +30,9 @@ _WAYS = {
     "offload_activations": False,
     "activation_checkpointing": None,
     "sync_batchnorm": False,
-    "num_nodes": None,
     "limit_train_batches": None,
     "overfit_batches": 0.0,
     "reload_dataloaders_every_n_epochs": 0,
-    "verify": 0,
 }
 
 
@@ -44,6 +43,7 @@ class Verification:
     Attributes:
         steps: Number of optimiser steps that were compared.
         findings: The compared values, in their order.
+        to_the_bit: Whether one device was to compute the same bits.
         draws: Whether the two agree only where all samples draw the same numbers, without batch statistics.
         reason: The reason why nothing was compared; None if it was.
         remedy: What to do about the first difference.
@@ -51,6 +51,7 @@ class Verification:
 
     steps: int = 0
     findings: list[Finding] = field(default_factory=list)
+    to_the_bit: bool = False
     draws: bool = False
     reason: str | None = None
     remedy: str = ""
@@ -69,10 +70,11 @@ class Verification:
             return f"The steps are not those of one device: {self.difference}. {self.remedy}"
         if self.draws:
             return (
-                f"The first {self.steps} steps are those of one device, but for random numbers and batch statistics:"
-                " they agree where all samples draw the same numbers and BatchNorm uses its running statistics."
+                f"The first {self.steps} optimiser steps are those of one device, but for random numbers and batch"
+                " statistics: they agree if all samples draw the same numbers and BatchNorm uses running statistics."
             )
-        return f"The first {self.steps} steps are those of one device."
+        how = "to the bit" if self.to_the_bit else "within rounding"
+        return f"The first {self.steps} optimiser steps are those of one device, {how}."
 
 
 def verify_before_fit(trainer: Any, make: MakeTrainer, request: Request) -> bool:
@@ -112,12 +114,11 @@ def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Ver
         return Verification(reason=strategy.not_comparable)
     if strategy.processes.world_size > 1 and not strategy.processes.spawns:
         return Verification(reason="a launcher has started the processes. Start one, whose strategy starts the others.")
-    loader = request.loaders.get("train")
-    if loader is not None and iter(loader) is loader:
+    if isinstance(request.loaders.get("train"), Iterator):
         return Verification(reason="the training batches are those of an iterator, which can be read once.")
     trials = _Trials(trainer, make, request, steps)
     result = trials.result(alike=False)
-    if result.difference is None:
+    if result.difference is None or result.to_the_bit:
         return result
     try:
         second = trials.result(alike=True)
@@ -143,63 +144,68 @@ class _Trials:
 
     def result(self, *, alike: bool) -> Verification:
         """Return the comparison of both."""
-        recorder = self._recorded(alike=alike)
+        # 1. The user's run, with what makes its steps cheaper.
+        savers = [
+            deepcopy(callback) for callback in self._trainer.callbacks if getattr(callback, "saves_memory", False)
+        ]
+        recorder = Recorder(self._steps, alike=alike)
+        self._run(callbacks=[*savers, recorder])
         if not recorder.steps:
             return Verification(reason="no optimiser was stepped.")
+
+        # 2. One device: the same bits, or whole batches.
+        alone = self._trainer.connected_strategy.on_one_device()
+        device = {"devices": [str(self._trainer.connected_strategy.root_device)], "num_nodes": None}
+        with warnings.catch_warnings():
+            # The user has seen them in the first run.
+            warnings.simplefilter("ignore")
+            if alone is not None:
+                tolerance = EXACT
+                whole = Recorder(self._steps, alike=alike)
+                self._run(**device, strategy=alone, callbacks=[whole])
+            else:
+                tolerance = self._tolerance(recorder)
+                whole = Follower(recorder, tolerance, alike=alike)
+                self._run(recorded_loader(recorder), **{**_WAYS, **device}, strategy="single_device", callbacks=[whole])
+
+        # 3. What differs.
+        result = Verification(len(recorder.steps), compare(whole, recorder, tolerance), to_the_bit=alone is not None)
+        if result.difference is not None:
+            result.remedy = remedy_for(
+                result.difference, self._trainer, self._request.module, to_the_bit=result.to_the_bit
+            )
+        return result
+
+    def _tolerance(self, recorder: Recorder) -> Tolerance:
+        """Return the rounding of the dtypes in which the run computes."""
         dtypes = {value.dtype for value in recorder.initial.values() if value.is_floating_point()}
         autocast = self._trainer.precision_in_use.autocast
         if autocast is not None:
             dtypes.add(autocast[1])
-        tolerance = tolerance_of(dtypes)
-        follower = self._followed(Follower(recorder, tolerance, alike=alike))
-        result = Verification(len(recorder.steps), compare(follower, recorder, tolerance))
-        if result.difference is not None:
-            result.remedy = remedy_for(result.difference, self._trainer, self._request.module)
-        return result
+        return tolerance_of(dtypes)
 
-    def _recorded(self, *, alike: bool) -> Recorder:
-        """Run the first steps as the user's trainer would."""
-        savers = [deepcopy(callback) for callback in self._trainer.callbacks if _computes(callback)]
-        recorder = Recorder(self._steps, alike=alike)
-        train = self._request.loaders.get("train")
-        with generators_kept(train), quiet():
-            trial = trainer_like(self._trainer, self._make, **self._limits, verify=0, callbacks=[*savers, recorder])
-            trial.fit(copy_of(self._request.module, _NAME), train, datamodule=self._request.datamodule)
-        return recorder
+    def _run(self, recorded: RecordedLoader | None = None, **changed: Any) -> None:
+        """Train a copy of the module as the user's trainer would.
 
-    def _followed(self, follower: Follower) -> Follower:
-        """Run the recorded steps on one device."""
+        Args:
+            recorded: Batches in the place of the user's; hooks that prepare them have run.
+            changed: Arguments of the Trainer.
+        """
         request = self._request
         module = copy_of(request.module, _NAME)
-        loader = recorded_loader(follower.recorded)
-        datamodule = None
-        if request.datamodule is not None:
-            datamodule = copy(request.datamodule)
-            datamodule.train_dataloader = lambda: loader
-        for owner in filter(None, (module, datamodule)):
-            # The recorded batches have gone through these hooks.
-            owner.on_before_batch_transfer = _same_batch
-            owner.on_after_batch_transfer = _same_batch
-        device = self._trainer.connected_strategy.root_device
-        with generators_kept(None), quiet(), warnings.catch_warnings():
-            # The user has seen them in the first run.
-            warnings.simplefilter("ignore")
-            trial = trainer_like(
-                self._trainer,
-                self._make,
-                **{**_WAYS, **self._limits},
-                strategy="single_device",
-                devices=[str(device)],
-                callbacks=[follower],
-            )
-            trial.fit(module, None if datamodule is not None else loader, datamodule=datamodule)
-        return follower
+        train = request.loaders.get("train")
+        datamodule = request.datamodule
+        with generators_kept(train), quiet():
+            if recorded is not None:
+                train = recorded
+                module.on_before_batch_transfer = module.on_after_batch_transfer = _same_batch
+            if recorded is not None and datamodule is not None:
+                datamodule, train = copy(datamodule), None
+                datamodule.train_dataloader = lambda: recorded
+                datamodule.on_before_batch_transfer = datamodule.on_after_batch_transfer = _same_batch
+            trial = trainer_like(self._trainer, self._make, **{"verify": 0, **self._limits, **changed})
+            trial.fit(module, train, datamodule=datamodule)
 
 
 def _same_batch(batch: Any, dataloader_idx: int) -> Any:
     return batch
-
-
-def _computes(callback: Any) -> bool:
-    """Return True for a callback that changes how steps are computed, and writes nothing."""
-    return type(callback).__module__.startswith("equipoise.extensions.savers.")

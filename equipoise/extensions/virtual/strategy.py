@@ -1,7 +1,6 @@
 """VirtualDevicesStrategy: the same weights to the bit, whatever the number of devices."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,7 +36,7 @@ from equipoise.strategies.distributed.process_strategy import ProcessRun, Proces
 from equipoise.strategies.distributed.window_totals import average_gradients
 from equipoise.strategies.portable_state import LoadState, PortableState, SaveState
 from equipoise.strategies.recovery_support import RecoverySupport
-from equipoise.strategies.strategy import Transfer
+from equipoise.strategies.strategy import Strategy, Transfer
 from equipoise.validation import check_whole
 
 __all__ = ["VirtualDevicesStrategy"]
@@ -111,8 +110,6 @@ class VirtualDevicesStrategy(ProcessStrategy):
             `strategy="dp"`. Default: False, a process for each device.
         threads: The number of threads with which a process computes on a CPU. Matrix products of another number of
             threads differ in their last bits. Default: 1.
-        verify: Every so many steps, beginning with the first of a run, all parts are computed once more: by another
-            process, where there are several. An error names what differs in a single bit. Default: 0, never.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. Default: 1800.
         backend: Torch's backend. Default: "nccl" on CUDA, else "gloo".
 
@@ -145,14 +142,12 @@ class VirtualDevicesStrategy(ProcessStrategy):
         shares: Sequence[float] | Literal["auto"] | None = None,
         one_process: bool = False,
         threads: int = 1,
-        verify: int = 0,
         timeout: float = 1800.0,
         backend: str | None = None,
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
         check_whole("count", count, least=1)
         check_whole("threads", threads, least=1)
-        check_whole("verify", verify, least=0)
         # Options, as the user gave them.
         self.count = count
         self.one_process = one_process
@@ -162,7 +157,6 @@ class VirtualDevicesStrategy(ProcessStrategy):
             raise ConfigurationError("shares='auto' measures the devices of one process: give one_process=True, too.")
         self._part_shares = PartShares(count, shares)
         self.threads = threads
-        self.verify = verify
         # The weights of the parts of the present window, of all processes, in their order.
         self._weights: list[int | float] = []
         # Whether gradients of a window wait for more.
@@ -176,6 +170,10 @@ class VirtualDevicesStrategy(ProcessStrategy):
         return state
 
     # Where it runs.
+
+    def on_one_device(self) -> Strategy:
+        """Return a strategy that computes the same bits; see `Strategy.on_one_device`."""
+        return VirtualDevicesStrategy(count=self.count, threads=self.threads)
 
     def default_devices(self, available: Sequence[torch.device]) -> Sequence[torch.device]:
         """Return as many devices as can have a part; see `Strategy.default_devices`."""
@@ -240,7 +238,6 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def _check_by_hand(self, module: Any) -> None:
         is_profiled = not isinstance(module.trainer.profiler, PassThroughProfiler)
         obstacles = {
-            f"verify={self.verify} would repeat steps that change weights": self.verify > 0,
             "one_process=True would need new weights on several devices in each step": len(self.devices) > 1,
             "a profiler would measure parts that run at the same time": is_profiled,
         }
@@ -263,12 +260,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         metrics = MetricExchange(module, modules)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
-        # The verification is loaded where it is used.
         steps: Callable[..., PartSteps] = PartSteps
-        if self.verify:
-            from equipoise.extensions.virtual.verification.verified_steps import VerifiedSteps
-
-            steps = partial(VerifiedSteps, self.verify)
         if not getattr(module, "automatic_optimization", True):
             from equipoise.extensions.virtual.by_hand.manual_steps import ManualSteps
 

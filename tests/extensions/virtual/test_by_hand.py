@@ -115,7 +115,7 @@ def run(
     """Train, and return the weights, the states of the optimisers and what was logged."""
     L.seed_everything(5, verbose=False)
     of_module = {name: options.pop(name) for name in ("window", "clip") if name in options}
-    of_strategy = {name: options.pop(name) for name in ("count", "shares", "verify") if name in options}
+    of_strategy = {name: options.pop(name) for name in ("count", "shares") if name in options}
     strategy = strategy or VirtualDevicesStrategy(**{"count": 4, **of_strategy})
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, **{"max_epochs": 2, **QUIET, **options})
     draw = torch.Generator().manual_seed(3)
@@ -346,7 +346,6 @@ def test_other_steps_in_another_process_are_refused() -> None:
 
 
 def test_options_that_are_refused() -> None:
-    refuses(lambda: run(Adversaries, 1, verify=2), "optimises by hand", "verify=2")
     refuses(lambda: run(Adversaries, 1, profiler="simple"), "optimises by hand", "profiler")
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import VirtualDevicesStrategy
-from equipoise.errors import StepError
 from equipoise.extensions.virtual.parts.part_shares import PartTimes
 from tests.conftest import ignoring
 from tests.extensions.virtual.test_faults import Averaging, Sparse
@@ -92,12 +91,11 @@ def test_equal_to_the_bit(kind: type[Noisy]) -> None:
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
         {"precision": "bf16-mixed"},
         {"count": 5, "shares": (1, 4, 2)},
-        {"verify": 2},
     ],
     ids=str,
 )
 def test_options(options: dict[str, Any]) -> None:
-    expected = {name: value for name, value in options.items() if name not in ("shares", "verify")}
+    expected = {name: value for name, value in options.items() if name != "shares"}
     assert_equal(run(Noisy, 3, one_process=True, **options), on_one(Noisy, **expected))
 
 
@@ -146,32 +144,6 @@ def test_continues_in_several_processes(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     run(Noisy, 3, one_process=True, callbacks=[SaveAfter(4, path)])
     assert_equal(run(Noisy, 2, ckpt_path=path), on_one_device(Noisy))
-
-
-class Elsewhere(nn.Module):
-    """Multiplies by another number on a copy."""
-
-    original: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        type(self).original = self
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features * (1 + 2**-20 * (self is not type(self).original))
-
-
-class Planted(Noisy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), Elsewhere(), nn.Linear(8, 1))
-
-
-def test_a_device_that_differs_is_named() -> None:
-    with pytest.raises(StepError) as caught:
-        run(Planted, 2, one_process=True, verify=1)
-    assert "on device 0 (cpu) and on device 1 (cpu)" in str(caught.value)
-    assert "the output of 'net.1', of type Elsewhere" in str(caught.value)
 
 
 def test_what_is_refused() -> None:

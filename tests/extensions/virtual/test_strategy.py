@@ -105,7 +105,7 @@ def run(kind: type[Noisy], devices: int, *, ckpt_path: Path | None = None, **opt
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    of_strategy = {name: options.pop(name) for name in ("count", "shares", "verify", "one_process") if name in options}
+    of_strategy = {name: options.pop(name) for name in ("count", "shares", "one_process") if name in options}
     strategy = VirtualDevicesStrategy(**of_strategy)
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
     loaders = DataLoader(data, **of_loader), val_loader or DataLoader(fixed, batch_size=10)

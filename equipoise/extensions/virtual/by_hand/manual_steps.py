@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import StepError
+from equipoise.extensions.virtual.by_hand.batch_copies import packed_parts, unpacked_parts
 from equipoise.extensions.virtual.by_hand.part_view import PartView, give_own_buffers
 from equipoise.extensions.virtual.by_hand.shared_state import SharedState
 from equipoise.extensions.virtual.by_hand.turns import Call, Turns
 from equipoise.extensions.virtual.parts.gradient_tree import Gradients, added, give_gradients, take_gradients
 from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
 from equipoise.extensions.virtual.parts.part_steps import PartSteps
-from equipoise.extensions.virtual.verification.batch_copies import packed_parts, unpacked_parts
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.communication.tensor_copies import copy_from_first

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.extensions.virtual.parts.gradient_tree import Gradients, give_gradients
 from equipoise.extensions.virtual.parts.refusals import is_other_option
-from equipoise.extensions.virtual.verification.part_digests import digests_of
 from equipoise.interop.torch.modules import versions
+from equipoise.parallel.communication.tensor_copies import dense_members
 
 __all__ = ["SharedState"]
 
@@ -72,11 +73,7 @@ class SharedState:
             return text
 
         # 2. Other ones.
-        by_index: dict[str, Tensor | None] = {}
-        for index, gradient in enumerate(present):
-            by_index[str(index)] = gradient
-        digests = repr(digests_of(by_index))
-        digest = hashlib.sha256(digests.encode()).hexdigest()
+        digest = hashlib.sha256(repr([_digest_of(gradient) for gradient in present]).encode()).hexdigest()
         return f"{text} with gradients that it has changed (digest {digest[:12]})"
 
     def changes_of_groups(self) -> str:
@@ -106,3 +103,17 @@ def _copied(gradients: Gradients) -> Gradients:
             gradient = gradient.detach().clone()
         copies.append(gradient)
     return copies
+
+
+def _digest_of(gradient: Tensor | None) -> str:
+    """Return a digest of the dtype, the shape and all bits of a gradient; empty if there is none."""
+    if gradient is None:
+        return ""
+    gradient = gradient.detach()
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce()
+    digest = hashlib.sha256(f"{gradient.dtype} {tuple(gradient.shape)}".encode())
+    for member in dense_members(gradient):
+        values = member.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy(force=True).data)
+    return digest.hexdigest()

@@ -134,25 +134,23 @@ def _memory_of(tensors: Sequence[Tensor]) -> _Memory:
     return _Memory(copied, offset, places)
 
 
-def unpacked_parts(packed: bytes, devices: Sequence[torch.device], *, moved_by: int = 0) -> dict[int, Part]:
+def unpacked_parts(packed: bytes, devices: Sequence[torch.device]) -> dict[int, Part]:
     """Return parts whose tensors lie in memory as those that were packed.
 
     Args:
         packed: The parts.
         devices: The devices of this process.
-        moved_by: Number of devices by which each part is moved. Default: 0, none is moved.
     """
     parts = {}
     for number, (part, identities, memories) in loads(packed).items():
-        place = (part.place + moved_by) % len(devices)
-        device = devices[place]
+        device = devices[part.place]
         batch = move_data_to_device(part.batch, device)
         tensors: dict[int, Tensor] = {}
         for memory in memories:
             tensors |= _laid_out(memory, device)
         in_order = [tensors[identity] for identity in identities]
         batch = insert_tensors(batch, in_order)
-        parts[number] = part._replace(batch=batch, place=place)
+        parts[number] = part._replace(batch=batch)
     return parts
 
 

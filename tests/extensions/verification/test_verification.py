@@ -1,0 +1,202 @@
+"""`Trainer(verify=N)`: healthy programs are those of one device, what is wrong is named, and nothing stays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import Callback, HogwildStrategy, PipelineStrategy, StepError, Trainer, VirtualDevicesStrategy
+from tests.conftest import ignoring
+from tests.support.quiet import QUIET
+from tests.support.trainer_runs import refuses
+
+pytestmark = ignoring("does not have many workers", "Lazy modules")
+
+CPUS = ["cpu", "cpu"]
+
+
+class Perceptron(L.LightningModule):
+    """Two layers, with statistics of a batch, random numbers or tied weights as they are asked for.
+
+    Args:
+        options: "norm", "dropout", "noise" or "tied".
+    """
+
+    backward_of: Any = "self.manual_backward"
+
+    def __init__(self, *options: str, by_hand: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = not by_hand
+        self.options = options
+        norm = nn.BatchNorm1d(4) if "norm" in options else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh(), nn.Dropout(0.3 * ("dropout" in options)))
+        self.head = nn.Linear(4, 4)
+        if "tied" in options:
+            self.head.weight = self.net[0].weight
+
+    def loss(self, batch: Any) -> Tensor:
+        features, targets = batch
+        if "noise" in self.options:
+            features = features + torch.randn_like(features)
+        return F.mse_loss(self.head(self.net(features)), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.differentiate(loss)
+            optimizer.step()
+        return loss
+
+    def differentiate(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Two(Perceptron):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.Adam(self.head.parameters(), lr=0.01)]
+
+
+def loader() -> DataLoader[Any]:
+    """Batches of 8 samples and a last one of 6."""
+    draw = torch.Generator().manual_seed(3)
+    features = torch.randn(30, 4, generator=draw, dtype=torch.float32)
+    return DataLoader(TensorDataset(features, features.roll(1, 1)), batch_size=8, shuffle=True)
+
+
+def run(module: L.LightningModule, capsys: Any = None, **options: Any) -> str:
+    """Fit for an epoch, of which two steps are verified, and return what was printed."""
+    defaults = {"accelerator": "cpu", "max_epochs": 1, "verify": 2}
+    torch.manual_seed(1)
+    Trainer(**{**QUIET, **defaults, **options}).fit(module, loader())
+    return "".join(capsys.readouterr()) if capsys is not None else ""
+
+
+EXACT, ROUNDED, DRAWN = "one device, to the bit", "one device, within rounding", "but for random numbers"
+ONE = {"devices": 1}
+DDP = {"strategy": "ddp", "devices": 2}
+FSDP = {"strategy": "fsdp", "devices": 2}
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (Perceptron("norm", "dropout", "noise"), ONE, ROUNDED),
+        (Perceptron("norm", "dropout"), {"strategy": "dp", "devices": CPUS}, DRAWN),
+        (Perceptron("norm"), {"strategy": "balanced", "devices": CPUS, "accumulate_grad_batches": 3}, DRAWN),
+        (Perceptron(), {"strategy": PipelineStrategy(schedule="gpipe"), "devices": CPUS}, ROUNDED),
+        (Perceptron("dropout"), ONE | {"step_in_backward": True}, ROUNDED),
+        (Perceptron("dropout"), ONE | {"activation_checkpointing": ["net"]}, ROUNDED),
+        (Perceptron(by_hand=True), ONE | {"precision": "bf16-mixed"}, ROUNDED),
+        (Perceptron("norm", "dropout"), {"strategy": VirtualDevicesStrategy(count=2), "devices": CPUS}, EXACT),
+        (Perceptron("tied"), DDP, ROUNDED),
+        pytest.param(Two("noise"), DDP | {"accumulate_grad_batches": 2}, DRAWN, marks=pytest.mark.slow),
+        pytest.param(Perceptron("norm"), DDP | {"precision": "16-mixed"}, DRAWN, marks=pytest.mark.slow),
+        pytest.param(Perceptron("noise", by_hand=True), DDP, DRAWN, marks=pytest.mark.slow),
+        (Perceptron("dropout"), FSDP, DRAWN),
+        pytest.param(Perceptron("tied", by_hand=True), FSDP, ROUNDED, marks=pytest.mark.slow),
+        pytest.param(
+            Perceptron("dropout"),
+            {"strategy": PipelineStrategy(engine="processes"), "devices": CPUS},
+            ROUNDED,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_healthy_programs(module: Any, options: dict[str, Any], expected: str, capsys: Any, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    printed = run(module, capsys, **options)
+    assert expected in printed + caplog.text
+
+
+class Plain(Perceptron):
+    def differentiate(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Written(Perceptron):
+    def differentiate(self, loss: Tensor) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+
+
+class ByRank(Perceptron):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + self.global_rank)
+
+
+class Clamped(Perceptron):
+    """A change of weights within the step, which in shards is one of gathered copies."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class WrongSaver(Callback):
+    """Loses a part of a layer's gradient."""
+
+    saves_memory = True
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))
+
+
+class Scaling(Perceptron):
+    """Rounds by the rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + 2**-20 * self.global_rank)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "texts"),
+    [
+        (Plain(by_hand=True), DDP, ("in step 1 the gradient 'net.0.weight' differs", "`self.manual_backward(loss)`")),
+        (Written("dropout", by_hand=True), DDP, ("in step 1 the gradient 'net.0.weight'", "self.manual_backward")),
+        (ByRank(), DDP, ("in step 1 the loss differs by", "a branch by rank")),
+        (Clamped(), FSDP, ("after step 1 the weight 'net.0.weight' differs", "on_before_optimizer_step")),
+        (Perceptron(), ONE | {"callbacks": [WrongSaver()]}, ("the gradient 'net.0.weight'", "Leave out WrongSaver")),
+        (Scaling(), {"strategy": VirtualDevicesStrategy(count=2), "devices": CPUS}, ("the loss", "deterministic=True")),
+    ],
+)
+def test_what_is_wrong_is_named(module: Any, options: dict[str, Any], texts: tuple[str, ...]) -> None:
+    with pytest.raises(StepError) as caught:
+        run(module, **options)
+    assert [text for text in texts if text not in str(caught.value)] == []
+
+
+def test_what_cannot_be_compared() -> None:
+    with pytest.warns(UserWarning, match=r"Not compared with one device: processes of hogwild"):
+        run(Perceptron(), strategy=HogwildStrategy(processes=1), devices=1)
+
+
+@pytest.mark.parametrize("options", [ONE, pytest.param(DDP, marks=pytest.mark.slow)])
+def test_nothing_stays(options: dict[str, Any]) -> None:
+    modules = []
+    for verify in (0, 2):
+        module = Perceptron("norm", "dropout", "noise")
+        run(module, verify=verify, **options)
+        modules.append(module.state_dict())
+    for name, value in modules[0].items():
+        assert torch.equal(value, modules[1][name]), name
+
+
+def test_wrong_arguments() -> None:
+    for value in (-1, 0.5, None):
+        make: Callable[[], Any] = lambda value=value: Trainer(verify=value)  # noqa: E731
+        refuses(make, "verify must be an integer of at least 0", repr(value))
