@@ -56,12 +56,12 @@ class Gap(NamedTuple):
     Attributes:
         excess: The difference in parts of the largest one that is allowed; infinite for values of other shapes.
         share: The difference in parts of the largest expected element.
-        index: The place of the largest difference. Default: none, for values that are no tensors.
+        place: The index of the largest difference. Default: none, for values that are no tensors.
     """
 
     excess: float
     share: float
-    index: tuple[int, ...] = ()
+    place: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         """Return whether the difference is larger than allowed."""
@@ -90,19 +90,17 @@ def gap_of(expected: Any, computed: Any, tolerance: Tolerance = EXACT) -> Gap:
 
     Example:
         >>> gap = gap_of(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]), TOLERANCES[torch.float32])
-        >>> bool(gap), gap.share, gap.index
+        >>> bool(gap), gap.share, gap.place
         (True, 0.25, (1,))
     """
     # 1. Numbers and texts, or tensors of different shapes.
     if not isinstance(expected, COMPARED) or not isinstance(computed, COMPARED):
         return _SAME
-    if isinstance(expected, Tensor):
-        pair = expected.detach(), _like(computed, expected)
-    elif isinstance(computed, Tensor):
-        pair = _like(expected, computed), computed.detach()
-    else:
+    like = expected if isinstance(expected, Tensor) else computed
+    if not isinstance(like, Tensor):
         return _SAME if type(expected) is type(computed) and expected == computed else _OTHER
-    left, right = pair
+    left = _like(expected, like)
+    right = _like(computed, like)
     if left is None or right is None or left.shape != right.shape:
         return _OTHER
     if not left.numel():
@@ -122,9 +120,9 @@ def gap_of(expected: Any, computed: Any, tolerance: Tolerance = EXACT) -> Gap:
         return _SAME
     size = largest([left])
     allowed = tolerance.relative * size + tolerance.floor
-    index = tuple(int(part) for part in torch.unravel_index(torch.tensor(position), left.shape))
+    place = tuple(int(part) for part in torch.unravel_index(torch.tensor(position), left.shape))
     # Among zeros, the difference itself counts.
-    return Gap(distance / allowed if allowed else float("inf"), distance / (size or 1.0), index)
+    return Gap(distance / allowed if allowed else float("inf"), distance / (size or 1.0), place)
 
 
 def _like(value: Any, tensor: Tensor) -> Tensor | None:

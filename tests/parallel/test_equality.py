@@ -38,7 +38,7 @@ def test_equal(expected: Any, computed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "computed", "share", "index"),
+    ("expected", "computed", "share", "place"),
     [
         (tensor(1.0, 4.0), tensor(1.0, 3.0), 0.25, (1,)),
         (tensor([0.0, 0.0], [0.0, 0.0]), tensor([0.0, 0.0], [2.0, 0.0]), 2.0, (1, 0)),
@@ -49,10 +49,10 @@ def test_equal(expected: Any, computed: Any) -> None:
         (1, 1.0, INF, ()),
     ],
 )
-def test_different(expected: Any, computed: Any, share: float, index: tuple[int, ...]) -> None:
+def test_different(expected: Any, computed: Any, share: float, place: tuple[int, ...]) -> None:
     gap = gap_of(expected, computed, ROUNDED)
     assert gap
-    assert (gap.share, gap.index) == (share, index)
+    assert (gap.share, gap.place) == (share, place)
 
 
 def test_to_the_bit() -> None:

@@ -10,9 +10,9 @@ import torch
 
 from equipoise.extensions.compiled.captured.captured_function import CapturedFunction
 from equipoise.extensions.compiled.captured.captured_graph import GraphPool
-from equipoise.extensions.compiled.comparison.agreement import EXACT, TOLERANCES, Tolerance
 from equipoise.extensions.compiled.step_program import StepProgram
 from equipoise.interop.torch.compiling import CompiledFunction
+from equipoise.parallel.equality import EXACT, Tolerance, tolerance_of
 
 __all__ = ["Capturing", "Compiling", "Way"]
 
@@ -59,7 +59,7 @@ class Compiling(Way):
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
         """Return the rounding of a dtype."""
-        return TOLERANCES.get(dtype, TOLERANCES[torch.float32])
+        return tolerance_of([dtype])
 
 
 class Capturing(Way):

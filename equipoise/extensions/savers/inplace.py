@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
+from equipoise.parallel.equality import gap_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["InplaceChoice", "keep_inputs", "use_inplace_activations"]
@@ -81,7 +82,7 @@ def use_inplace_activations(module: nn.Module, step: Step) -> InplaceChoice:
         expected = _compute(module, step, uses)
     unchanged = uses.reasons()
     repeated = _compute(module, step)
-    if not _are_equal(repeated, expected):
+    if any(map(gap_of, expected, repeated)):
         reasons = dict.fromkeys(candidates, "the step computes other numbers when it is repeated")
         return InplaceChoice((), reasons)
 
@@ -152,27 +153,13 @@ def _compute(module: nn.Module, step: Step, uses: "_InputUses | None" = None) ->
         return [loss.detach(), *gradients]
 
 
-def _are_equal(results: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> bool:
-    """Return True if two lists of tensors are equal to the bit."""
-    for one, other in zip(results, expected, strict=True):
-        if one is None or other is None:
-            if one is not other:
-                return False
-        elif not torch.equal(one.isnan(), other.isnan()):
-            return False
-        elif not torch.equal(one.nan_to_num(), other.nan_to_num()):
-            # A NaN equals nothing, itself included.
-            return False
-    return True
-
-
 def _why_wrong(module: nn.Module, step: Step, expected: list[Tensor | None], parts: Iterable[nn.Module]) -> str | None:
     """Let submodules overwrite their inputs; return the reason if that is wrong, and undo it."""
     parts = list(parts)
     _set_inplace(parts, True)
     try:
         results = _compute(module, step)
-        if _are_equal(results, expected):
+        if not any(map(gap_of, expected, results)):
             return None
         reason = "the loss or a gradient differs"
     except RuntimeError as error:

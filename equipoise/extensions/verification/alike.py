@@ -65,7 +65,8 @@ def _drawn_alike(func: Any, drawn: Tensor, args: Any, options: dict[str, Any]) -
     torch.manual_seed(_SEED)
     row = [_first_row(arg) for arg in args] if drawn.ndim else args
     names = {argument.name for argument in func._schema.arguments}
-    return func(*row, **{key: value for key, value in options.items() if key in names})
+    drawn_row: Tensor = func(*row, **{key: value for key, value in options.items() if key in names})
+    return drawn_row
 
 
 def _first_row(arg: Any) -> Any:

@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         """Return the difference as a sentence without its point."""
         of = f"the {self.kind} {self.name!r}" if self.name else f"the {self.kind}"
-        place = f", most at {list(self.gap.index)}" if self.gap.index else ""
+        place = f", most at {list(self.gap.place)}" if self.gap.place else ""
         when = "after step" if self.kind in (WEIGHT, BUFFER) else "in step"
         return f"{when} {self.step} {of} differs{self.gap}{place}"
 

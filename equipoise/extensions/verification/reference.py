@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from equipoise.extensions.verification.recording import Batch, Recorder, Step
 from equipoise.parallel.batches.gathering import gather
@@ -117,8 +116,9 @@ class Follower(Recorder):
         for parameter in optimizer_parameters(optimizer):
             name = self._names[id(parameter)]
             gradient = recorded.gradients.get(name)
-            is_there = isinstance(gradient, Tensor) and parameter.grad is not None
-            if is_there and not gap_of(own.gradients[name], gradient, allowed):
+            if gradient is None or parameter.grad is None:
+                continue
+            if not gap_of(own.gradients[name], gradient, allowed):
                 parameter.grad.copy_(gradient)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

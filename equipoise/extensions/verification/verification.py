@@ -155,7 +155,7 @@ class _Trials:
 
         # 2. One device: the same bits, or whole batches.
         alone = self._trainer.connected_strategy.on_one_device()
-        device = {"devices": [str(self._trainer.connected_strategy.root_device)], "num_nodes": None}
+        device: dict[str, Any] = {"devices": [str(self._trainer.connected_strategy.root_device)], "num_nodes": None}
         with warnings.catch_warnings():
             # The user has seen them in the first run.
             warnings.simplefilter("ignore")
@@ -198,14 +198,17 @@ class _Trials:
         with generators_kept(train), quiet():
             if recorded is not None:
                 train = recorded
-                module.on_before_batch_transfer = module.on_after_batch_transfer = _same_batch
+                vars(module).update(_PREPARED)
             if recorded is not None and datamodule is not None:
                 datamodule, train = copy(datamodule), None
-                datamodule.train_dataloader = lambda: recorded
-                datamodule.on_before_batch_transfer = datamodule.on_after_batch_transfer = _same_batch
+                vars(datamodule).update(_PREPARED, train_dataloader=lambda: recorded)
             trial = trainer_like(self._trainer, self._make, **{"verify": 0, **self._limits, **changed})
             trial.fit(module, train, datamodule=datamodule)
 
 
 def _same_batch(batch: Any, dataloader_idx: int) -> Any:
     return batch
+
+
+# Hooks of batches that have gone through them.
+_PREPARED = {"on_before_batch_transfer": _same_batch, "on_after_batch_transfer": _same_batch}

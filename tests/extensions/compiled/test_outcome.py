@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.extensions.compiled.comparison.agreement import TOLERANCES
 from equipoise.extensions.compiled.comparison.outcome import Outcome, Result, results_of
+from equipoise.parallel.equality import TOLERANCES
 
 TOLERANCE = TOLERANCES[torch.float64]
 ONE = torch.ones((), dtype=torch.float64)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from equipoise.extensions.compiled.comparison.agreement import TOLERANCES, Tolerance
 from equipoise.extensions.compiled.comparison.outcome import Outcome, Result, results_of
 from equipoise.interop.torch.modules import has_module_hooks
+from equipoise.parallel.equality import Tolerance, tolerance_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.tree import leaves_of, map_leaves, tensors_in
 
@@ -154,13 +154,11 @@ def _weights_like(tensor: Tensor) -> Tensor:
 
 def _tolerance(output: Any) -> Tolerance:
     """Return the rounding of the dtype in which a block computes, that of autocast if it is on."""
-    usual = TOLERANCES[torch.float32]
-    tolerances = []
+    dtypes = set()
     for tensor in tensors_in(output):
         if tensor.is_floating_point():
-            tolerances.append(TOLERANCES.get(tensor.dtype, usual))
+            dtypes.add(tensor.dtype)
         kind = tensor.device.type
         if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            tolerances.append(TOLERANCES.get(dtype, usual))
-    return max(tolerances, default=usual)
+            dtypes.add(torch.get_autocast_dtype(kind))
+    return tolerance_of(dtypes)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from equipoise.extensions.compiled.comparison.agreement import COMPARED, Tolerance, agree, difference_of, largest
+from equipoise.parallel.equality import COMPARED, Tolerance, gap_of
 from equipoise.parallel.snapshot import random_state
 from equipoise.tree import leaves_of
 
@@ -71,21 +71,13 @@ class Outcome:
             return "it returns, logs or registers other values"
 
         # 2. A gradient that is nothing but rounding is compared with the largest one.
-        gradients = []
-        for result in self._results:
-            if result.is_gradient and result.value is not None:
-                gradients.append(result.value)
-        floor = tolerance.floor * largest(gradients)
-        of_gradients = Tolerance(tolerance.relative, floor)
+        of_gradients = tolerance.of_gradients(result.value for result in self._results if result.is_gradient)
 
         # 3. Their values, and the random numbers.
         for expected, other in zip(self._results, computed._results, strict=True):
-            allowed = tolerance
-            if expected.is_gradient:
-                allowed = of_gradients
-            if not agree(expected.value, other.value, allowed):
-                amount = difference_of(expected.value, other.value)
-                return f"{expected.what} differs{amount}"
+            gap = gap_of(expected.value, other.value, of_gradients if expected.is_gradient else tolerance)
+            if gap:
+                return f"{expected.what} differs{gap}"
         if not self._generators.equals(computed._generators):
             return "it draws random numbers otherwise"
         return None

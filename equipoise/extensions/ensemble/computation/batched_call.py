@@ -16,6 +16,8 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
 from equipoise.interop.torch.batching import compute_batched
 from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of
+from equipoise.parallel.equality import Tolerance, gap_of
+from equipoise.parallel.snapshot.attributes import Attributes
 from equipoise.tree import extract_tensors, insert_tensors, is_slot, leaves_of
 
 __all__ = ["BatchedCall", "Call", "Computing", "NotBatchable", "TensorsOfMembers", "reason_against", "taken_apart"]
@@ -79,7 +81,7 @@ class _Noted(NamedTuple):
     """
 
     buffers: list[Tensor]
-    attributes: list[dict[str, Any]]
+    attributes: Attributes
 
 
 def reason_against(network: nn.Module) -> str:
@@ -242,10 +244,11 @@ class BatchedCall:
         """Compute a batched call, and refuse attributes that it has set for all members."""
         noted = self._note()
         outputs = self._guarded(calls, randomness)
-        changed = self._changed_attribute(noted)
-        if changed:
+        changed = noted.attributes.first_change()
+        if changed is not None:
             self._restore(noted)
-            raise NotBatchable(f"its forward sets {changed}")
+            part, name = changed
+            raise NotBatchable(f"its forward sets {type(part).__name__}.{name}")
         return outputs
 
     def _guarded(self, calls: _Stacked, randomness: str) -> list[Any]:
@@ -323,19 +326,13 @@ class BatchedCall:
         return outputs
 
     def _note(self) -> _Noted:
-        attributes = []
-        for part in self._parts:
-            attributes_of_part = dict(vars(part))
-            attributes.append(attributes_of_part)
-        buffers = self.buffers_now()
-        return _Noted(buffers, attributes)
+        attributes = Attributes(self._parts)
+        attributes.mark()
+        return _Noted(self.buffers_now(), attributes)
 
     def _restore(self, noted: _Noted) -> None:
         self._restore_buffers(noted.buffers)
-        for part, attributes in zip(self._parts, noted.attributes, strict=True):
-            present = vars(part)
-            present.clear()
-            present.update(attributes)
+        noted.attributes.restore()
 
     def _restore_buffers(self, values_of_buffers: Sequence[Tensor]) -> None:
         for buffer, values in zip(self._buffers, values_of_buffers, strict=True):
@@ -369,17 +366,6 @@ class BatchedCall:
             member: The index of the member, from 1.
         """
         return self._members.has_other_attributes(member, self._indices)
-
-    def _changed_attribute(self, noted: _Noted) -> str:
-        """Return an attribute that a call has set; empty if there is none."""
-        for part, attributes in zip(self._parts, noted.attributes, strict=True):
-            kind = type(part).__name__
-            for name, value in vars(part).items():
-                if name not in attributes:
-                    return f"{kind}.{name}"
-                if attributes[name] is not value:
-                    return f"{kind}.{name}"
-        return ""
 
 
 def taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
@@ -477,25 +463,13 @@ def _are_close(expected: Any, computed: Any) -> bool:
 
 
 def _is_close(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape:
-        return False
     if left.dtype != right.dtype:
         return False
-    if not left.is_floating_point():
-        return torch.equal(left, right)
-    if not left.numel():
-        return True
-    # Sums of many terms are rounded in another order.
-    tolerance = torch.finfo(left.dtype).eps ** (2 / 3)
-    magnitudes = left.abs()
-    largest = magnitudes.amax().item()
-    return torch.allclose(
-        left,
-        right.detach(),
-        rtol=tolerance,
-        atol=tolerance * largest,
-        equal_nan=True,
-    )
+    share = 0.0
+    if left.is_floating_point():
+        # Sums of many terms are rounded in another order.
+        share = torch.finfo(left.dtype).eps ** (2 / 3)
+    return not gap_of(left, right, Tolerance(share, 0.0))
 
 
 def _first_line(error: Exception) -> str:

@@ -25,51 +25,19 @@ from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
+from equipoise.parallel.equality import Tolerance, copied, gap_of, largest, tolerance_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.parallel.step_protocols import TrainingStep
 from equipoise.precision import Precision
 from equipoise.strategies.replaced_forwards import own_forwards
 from equipoise.tree import map_leaves
 
-__all__ = [
-    "CUT_LAYERS",
-    "TOLERANCES",
-    "Difference",
-    "LayerComparison",
-    "Sides",
-    "copied",
-    "difference_of",
-    "gradient_of",
-    "is_other_value",
-    "largest_of",
-]
+__all__ = ["CUT_LAYERS", "Difference", "LayerComparison", "Sides", "gradient_of"]
 
 # Computes the gradients of a batch, and returns its loss.
 Compute = Callable[[TrainingStep, Any], Tensor | None]
 
 
-class _Tolerance(NamedTuple):
-    """Largest difference of two gradients.
-
-    Attributes:
-        relative: In parts of the largest element of the parameter's gradient.
-        floor: In parts of the largest element of all gradients: some gradients are nothing but rounding.
-    """
-
-    relative: float
-    floor: float
-
-
-# By the dtype of the computation. Parts are added up in another order, which changes the last digits: a sum of n
-# numbers by about sqrt(n) roundings. What is missing where a plan is wrong has the size of the gradient itself.
-TOLERANCES = {
-    torch.float64: _Tolerance(1e-10, 1e-13),
-    torch.float32: _Tolerance(1e-3, 1e-5),
-    torch.float16: _Tolerance(2e-2, 2e-3),
-    torch.bfloat16: _Tolerance(1e-1, 1e-2),
-}
-# Where all gradients are zero.
-_LEAST = 1e-300
 _OPTION = "FSDPStrategy(compare_layers=False)"
 
 
@@ -167,7 +135,7 @@ class LayerComparison:
         try:
             if self._is_possible(self._check):
                 with preserve_state(self._module, containers=True), own_forwards(), without_dropout() as shapes:
-                    loss = compute(step, copied(batch))
+                    loss = compute(step, map_leaves(copied, batch))
                     buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
                 if loss is None:
                     return False
@@ -236,7 +204,7 @@ class LayerComparison:
         losses: list[Tensor] = []
 
         def compute() -> None:
-            outcome = step.run_on(twin.module, copied(batch), 1)
+            outcome = step.run_on(twin.module, map_leaves(copied, batch), 1)
             assert outcome.loss is not None
             run_backward_in_modes(outcome.loss)
             losses.append(outcome.loss)
@@ -255,7 +223,7 @@ class LayerComparison:
         """Refuse buffers that whole layers change in another way, such as statistics of what is cut."""
         others = []
         for name, expected in twin.named_buffers():
-            if is_other_value(buffers.get(name), expected, self._tolerance(expected.dtype)):
+            if gap_of(expected, buffers.get(name), self._tolerance(expected.dtype)):
                 others.append(name)
         for of_process in gather_objects(others):
             if of_process:
@@ -265,46 +233,34 @@ class LayerComparison:
                     " trains without this comparison."
                 )
 
-    def _tolerance(self, dtype: torch.dtype) -> _Tolerance:
+    def _tolerance(self, dtype: torch.dtype) -> Tolerance:
         dtypes = {*self._dtypes, dtype}
         if torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.bfloat16)
-        return max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)
+        return tolerance_of(dtypes)
 
     def _of_loss(self, loss: Tensor, expected: Tensor) -> Difference:
         loss = _whole_of(loss)
-        expected = _whole_of(expected)
-        tolerance = self._tolerance(loss.dtype)
-        size = largest_of(expected)
-        difference = difference_of(loss, expected)
-        allowed = tolerance.relative * size + tolerance.floor
-        share = difference / (size or 1.0)
-        return Difference(difference / allowed, share, "")
+        gap = gap_of(_whole_of(expected), loss, self._tolerance(loss.dtype))
+        return Difference(gap.excess, gap.share, "")
 
     def _of_gradients(self, twin: nn.Module) -> list[Difference]:
         """Return the differences of the gradients of all parameters."""
-        # 1. Those of all rows together.
+        # 1. Those of all rows together, which lie in the memory of the copy's.
         compared = []
         for (name, parameter), other in zip(self._module.named_parameters(), twin.parameters(), strict=True):
             if parameter.requires_grad:
                 expected = gradient_of(other)
                 if self._rows is not None:
                     dist.all_reduce(expected, group=self._rows)
-                gradient = gradient_of(parameter)
-                difference = difference_of(gradient, expected)
-                size = largest_of(expected)
-                compared.append((name, parameter, difference, size))
+                compared.append((name, parameter, expected))
         # 2. In parts of what is allowed.
-        largest = max((size for *_, size in compared), default=0.0)
+        size = largest(expected for *_, expected in compared)
         differences = []
-        for name, parameter, difference, size in compared:
+        for name, parameter, expected in compared:
             tolerance = self._tolerance(parameter.dtype)
-            of_parameter = tolerance.relative * size
-            of_all = tolerance.floor * largest
-            allowed = max(of_parameter, of_all, _LEAST)
-            share = difference / (size or 1.0)
-            noted = Difference(difference / allowed, share, name, is_cut(parameter))
-            differences.append(noted)
+            gap = gap_of(expected, gradient_of(parameter), tolerance._replace(floor=tolerance.floor * size))
+            differences.append(Difference(gap.excess, gap.share, name, is_cut(parameter)))
         return differences
 
     def _judge(self, differences: Sequence[Difference]) -> None:
@@ -380,50 +336,3 @@ def gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return _whole_of(parameter.grad)
-
-
-def copied(batch: Any) -> Any:
-    """Return a batch in memory of its own, since a step may change it."""
-    return map_leaves(_copied_leaf, batch)
-
-
-def _copied_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.clone()
-    return leaf
-
-
-def is_other_value(value: Tensor | None, expected: Tensor, tolerance: _Tolerance) -> bool:
-    """Return whether a value is another than expected, by more than rounding may cause.
-
-    Args:
-        value: The value; None if there is none.
-        expected: The value that is expected.
-        tolerance: The difference that rounding may cause.
-    """
-    if value is None or value.shape != expected.shape:
-        return True
-    if not expected.is_floating_point() and not expected.is_complex():
-        return not torch.equal(value, expected)
-    allowed = max(tolerance.relative * largest_of(expected), tolerance.floor)
-    return difference_of(value, expected) > allowed
-
-
-def difference_of(computed: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of elements; those that are the same infinity, or no number, do not differ."""
-    if not computed.numel():
-        return 0.0
-    both_undefined = computed.isnan() & expected.isnan()
-    is_same = (computed == expected) | both_undefined
-    distance = (computed - expected).abs()
-    difference = torch.where(is_same, 0.0, distance.to(torch.float64))
-    finite = difference.nan_to_num(nan=torch.inf)
-    return float(finite.max())
-
-
-def largest_of(tensor: Tensor) -> float:
-    """Return the largest absolute value of the finite elements."""
-    if not tensor.numel():
-        return 0.0
-    finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
-    return float(finite.abs().max())

@@ -15,14 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import row_apart
-from equipoise.extensions.fsdp.mesh.layer_comparison import (
-    TOLERANCES,
-    copied,
-    difference_of,
-    gradient_of,
-    is_other_value,
-    largest_of,
-)
+from equipoise.extensions.fsdp.mesh.layer_comparison import gradient_of
 from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
@@ -31,6 +24,7 @@ from equipoise.interop.distributed.tensor_parallel import leave_group
 from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import follows_from_another
+from equipoise.parallel.equality import TOLERANCES, copied, gap_of, largest
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.tree import map_leaves
@@ -132,7 +126,7 @@ class Trials:
         outer = captures.begin()
         try:
             with _alike(), context():
-                output = step(copied(self._batch), 0)
+                output = step(map_leaves(copied, self._batch), 0)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
                     raise ConfigurationError("`training_step` returns no loss for the first batch")
@@ -151,22 +145,20 @@ class Trials:
         apply_plan(cut, plan, {}, row)
         loss, shown = self._compute(cut)
         tolerance = TOLERANCES[self._dtype]
-        floor = tolerance.floor * max(map(largest_of, self._expected))
+        of_gradients = tolerance.of_gradients(self._expected)
         compared = [("the loss", loss, loss.detach())]
         for name, parameter in cut.named_parameters():
             compared.append((f"the gradient of {name}", parameter, gradient_of(parameter)))
         for (name, tensor, value), expected in zip(compared, self._expected, strict=True):
-            size = largest_of(expected)
-            difference = difference_of(value, expected)
-            if difference > max(tolerance.relative * size, floor):
-                raise ConfigurationError(f"{name} differs by {difference / (size or 1.0):.1e} of its largest element")
+            gap = gap_of(expected, value, of_gradients)
+            if gap:
+                raise ConfigurationError(f"{name} differs{gap}")
             # Zeros are the same, whatever a layer computes. A bias of keys has no other gradient.
             is_cut = isinstance(tensor, DTensor) and not tensor.placements[0].is_replicate()
-            if is_cut and tensor.ndim > 1 and size <= _TELLING * floor:
+            if is_cut and tensor.ndim > 1 and largest([expected]) <= _TELLING * of_gradients.floor:
                 raise ConfigurationError(f"{name} is too small in the first batch to be compared")
         for name, expected in self._shown.items():
-            computed = shown.get(name)
-            if is_other_value(computed, expected, tolerance):
+            if gap_of(expected, shown.get(name), tolerance):
                 raise ConfigurationError(f"{name} differs")
 
 
