@@ -56,6 +56,7 @@ GROUPS = {
         "docs/step_times",
         "docs/efficiency",
         "docs/planning",
+        "docs/verify",
         "docs/compare",
         "docs/tuning",
         "docs/compile",
