@@ -56,7 +56,7 @@ def remedy_for(difference: Finding, trainer: Any, module: Any, *, to_the_bit: bo
     ):
         advice = f"{_BY_HAND} {advice}"
     ways = [name for name in _WAYS if trainer.constructor_arguments.get(name)]
-    ways += [type(callback).__name__ for callback in trainer.callbacks if hasattr(callback, "on_configure_model_end")]
+    ways += [type(callback).__name__ for callback in trainer.callbacks if getattr(callback, "saves_memory", False)]
     if ways:
         advice = f"Leave out {', '.join(ways)} one by one: verify shows which of them it is. {advice}"
     return advice

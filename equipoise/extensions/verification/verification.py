@@ -16,6 +16,7 @@ from equipoise.extensions.verification.reference import Follower, RecordedLoader
 from equipoise.extensions.verification.remedies import remedy_for
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.equality import EXACT, Tolerance, tolerance_of
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.runtime.request import Request
 
 __all__ = ["Verification", "verify", "verify_before_fit"]
@@ -124,8 +125,10 @@ def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Ver
         second = trials.result(alike=True)
     except Exception as error:
         # The first difference says more than an error of the second check.
-        second = result
-        result.remedy += f" (Without random numbers it could not be computed: {type(error).__name__}.)"
+        second = Verification(reason=f"{type(error).__name__}: {error}")
+    if second.reason is not None:
+        result.remedy += f" Whether random numbers are the cause cannot be told: {second.reason}"
+        return result
     second.draws = True
     return second
 
@@ -155,18 +158,13 @@ class _Trials:
 
         # 2. One device: the same bits, or whole batches.
         alone = self._trainer.connected_strategy.on_one_device()
-        device: dict[str, Any] = {"devices": [str(self._trainer.connected_strategy.root_device)], "num_nodes": None}
-        with warnings.catch_warnings():
-            # The user has seen them in the first run.
-            warnings.simplefilter("ignore")
-            if alone is not None:
-                tolerance = EXACT
-                whole = Recorder(self._steps, alike=alike)
-                self._run(**device, strategy=alone, callbacks=[whole])
-            else:
-                tolerance = self._tolerance(recorder)
-                whole = Follower(recorder, tolerance, alike=alike)
-                self._run(recorded_loader(recorder), **{**_WAYS, **device}, strategy="single_device", callbacks=[whole])
+        tolerance = EXACT if alone is not None else self._tolerance(recorder)
+        try:
+            whole = self._on_one_device(recorder, alone, tolerance, alike=alike)
+        except Exception as error:
+            # It may have too little memory, or batches of processes cannot be put together.
+            first_line = str(error).partition("\n")[0]
+            return Verification(reason=f"there the steps fail ({type(error).__name__}: {first_line}).")
 
         # 3. What differs.
         result = Verification(len(recorder.steps), compare(whole, recorder, tolerance), to_the_bit=alone is not None)
@@ -175,6 +173,25 @@ class _Trials:
                 result.difference, self._trainer, self._request.module, to_the_bit=result.to_the_bit
             )
         return result
+
+    def _on_one_device(
+        self, recorder: Recorder, alone: Strategy | None, tolerance: Tolerance, *, alike: bool
+    ) -> Recorder:
+        """Compute the recorded steps on one device, without a second warning of what the user has seen."""
+        options: dict[str, Any] = {
+            "devices": [str(self._trainer.connected_strategy.root_device)],
+            "num_nodes": None,
+            "strategy": alone or "single_device",
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if alone is not None:
+                whole = Recorder(self._steps, alike=alike)
+                self._run(**options, callbacks=[whole])
+                return whole
+            follower = Follower(recorder, tolerance, alike=alike)
+            self._run(recorded_loader(recorder), **_WAYS, **options, callbacks=[follower])
+            return follower
 
     def _tolerance(self, recorder: Recorder) -> Tolerance:
         """Return the rounding of the dtypes in which the run computes."""

@@ -180,9 +180,25 @@ def test_what_is_wrong_is_named(module: Any, options: dict[str, Any], texts: tup
     assert [text for text in texts if text not in str(caught.value)] == []
 
 
-def test_what_cannot_be_compared() -> None:
-    with pytest.warns(UserWarning, match=r"Not compared with one device: processes of hogwild"):
-        run(Perceptron(), strategy=HogwildStrategy(processes=1), devices=1)
+class OfProcesses(Perceptron):
+    """Calls a function of processes."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) / torch.distributed.get_world_size()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "reason"),
+    [
+        (Perceptron(), {"strategy": HogwildStrategy(processes=1), "devices": 1}, "processes of hogwild"),
+        pytest.param(OfProcesses(), DDP, "there the steps fail", marks=pytest.mark.slow),
+    ],
+)
+def test_what_cannot_be_compared(module: Any, options: dict[str, Any], reason: str) -> None:
+    """The fit follows."""
+    with pytest.warns(UserWarning, match=f"Not compared with one device: {reason}"):
+        run(module, **options)
+    assert module.trainer.state.finished
 
 
 @pytest.mark.parametrize("options", [ONE, pytest.param(DDP, marks=pytest.mark.slow)])
