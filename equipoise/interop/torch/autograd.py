@@ -174,9 +174,3 @@ def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], N
 
     setattr(torch.autograd, _ENGINE_CALL, run)
     return partial(setattr, torch.autograd, _ENGINE_CALL, original)
-
-
-def is_in_backward() -> bool:
-    """Return True within a backward, where a hook or a checkpointed forward may run another one."""
-    assert _current_graph_task_id is not None
-    return _current_graph_task_id() != -1
