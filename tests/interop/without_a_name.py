@@ -69,6 +69,13 @@ def check_recovery() -> None:
     fit("ddp", ["cpu", "cpu"], callbacks=[OOMRecovery()])
 
 
+def train_by_hand() -> None:
+    """Begin a training by hand under ddp, in this process."""
+    from equipoise.strategies.ddp.exchange.by_hand.manual_engine import ManualEngine
+
+    ManualEngine(Net(), torch.device("cpu"), {"bucket_cap_mb": 25})
+
+
 def predict() -> None:
     """Predict the memory of a step."""
     from equipoise import predict_memory
@@ -95,6 +102,7 @@ def uses() -> dict[str, Callable[[], Any]]:
         "plan": predict,
         "learning rate finder": lambda: fit("single_device", ["cpu"], callbacks=[LearningRateFinder()]),
         "ddp recovery": check_recovery,
+        "by hand": train_by_hand,
     }
 
 
