@@ -155,3 +155,6 @@ class EvaluationStep(PartwiseStep, Protocol):
 
     def __call__(self, part: Any) -> Any:
         """Run the step on a whole batch and return its output."""
+
+    def batch_size(self) -> int:
+        """Return the number of samples of the present batch."""
