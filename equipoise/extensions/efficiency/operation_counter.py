@@ -13,12 +13,6 @@ __all__ = ["OperationCounter"]
 # Products that a subclass of tensors computes as a whole; torch has no formulas for them.
 _WHOLE_PRODUCTS = {"linear", "linear_backward", "matmul", "matmul_backward"}
 
-_aten = torch.ops.aten
-# Operations without a formula of their own, and those whose formula is theirs.
-_SAME_PRODUCTS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
 # Products within one kernel, of which torch has no formula.
 _UNKNOWN_PRODUCTS = {"_cudnn_rnn", "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_trilinear"}
 _UNKNOWN_PRODUCTS |= {"miopen_rnn", "mkldnn_rnn_layer", "_scaled_dot_product_fused_attention_overrideable"}
@@ -69,7 +63,7 @@ class OperationCounter(DispatchMode):  # type: ignore[misc]
     def _add(self, func: Any, types: Collection[type], args: Any, kwargs: Any, result: Any) -> None:
         operation = getattr(func, "overloadpacket", func)
         is_higher_order = operation is func
-        formula = flop_registry.get(_SAME_PRODUCTS.get(operation, operation))
+        formula = _formula_of(operation)
         # Classes of tensors that compute the operation themselves.
         returned_types = {type(tensor) for tensor in tensors_in(result)}
         kinds = returned_types & set(types)
@@ -83,6 +77,13 @@ class OperationCounter(DispatchMode):  # type: ignore[misc]
             self.why_not = f"the step computes {operation.__name__!r}, of which torch has no formula"
         elif is_higher_order and any(map(callable, args)):
             self.why_not = f"the step computes {operation.name()!r}, whose parts are not seen"
+
+
+def _formula_of(operation: Any) -> Any:
+    """Return torch's formula; for a kernel of CPUs alone that of the other devices, whose products are the same."""
+    name = getattr(operation, "__name__", "").replace("_for_cpu", "")
+    general = getattr(torch.ops.aten, name, None) if name.startswith("_scaled_dot_product") else None
+    return flop_registry.get(operation) or flop_registry.get(general)
 
 
 def _has_parts(func: Any) -> bool:
