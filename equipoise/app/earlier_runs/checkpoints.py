@@ -70,6 +70,9 @@ def _newest_checkpoint(values: Mapping[str, Any], *, here_only: bool) -> Earlier
         earlier += folder.glob("**/*.ckpt")
     newer_job = None
     for checkpoint in newest_first(earlier):
+        # Sweeps have many jobs, whose configurations take time to read; the newest one is named.
+        if newer_job is not None and _is_in_multirun(checkpoint):
+            continue
         run = _run_of(checkpoint)
         if run is None or not _may_continue(run.configuration, values):
             continue
@@ -102,9 +105,13 @@ def _run_of(checkpoint: AnyPath) -> _Run | None:
             return None
         # Only the default of `hydra.sweep.dir` tells a job by its path.
         results_of_sweep = folder.parent / "results.csv"
-        is_job = Path("multirun") in checkpoint.parents or results_of_sweep.is_file()
+        is_job = _is_in_multirun(checkpoint) or results_of_sweep.is_file()
         return _Run(configuration, is_job)
     return None
+
+
+def _is_in_multirun(checkpoint: AnyPath) -> bool:
+    return Path("multirun") in checkpoint.parents
 
 
 def _may_continue(configuration: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
