@@ -3,17 +3,17 @@
 Training deals batches of what is no `DataLoader` in the same way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.sampling import BatchesInTurn, SameOrder
 from equipoise.parallel.batches.shard import count_of_rank
 
-__all__ = ["Turns", "deal_batches", "is_dealt"]
+__all__ = ["Turns", "deal_batches", "is_dealt", "with_batch_for_each"]
 
 
 def deal_batches(loader: Any, rank: int, count: int) -> Any:
@@ -34,6 +34,30 @@ def deal_batches(loader: Any, rank: int, count: int) -> Any:
     if not in_order:
         batches = SameOrder(batches)
     return with_sampler(loader, BatchesInTurn(batches, rank, count), batches=True)
+
+
+def with_batch_for_each(loader: Any, count: int) -> Any:
+    """Return a loader with smaller batches, where it has fewer batches than processes and enough samples for each.
+
+    The outputs that a process collects over an evaluation are then not empty.
+
+    Args:
+        loader: The loader, the same in all processes.
+        count: The number of processes.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
+        return loader
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(sampler, Sized):
+        return loader
+    samples = len(sampler)
+    if samples < count or len(loader) >= count:
+        return loader
+    size = samples // count
+    smaller = with_sampler(loader, sampler)
+    # A DataLoader refuses to exchange these, so they are set below that guard.
+    vars(smaller).update(batch_size=size, batch_sampler=BatchSampler(sampler, size, drop_last=False))
+    return smaller
 
 
 def is_dealt(loader: Any) -> bool:

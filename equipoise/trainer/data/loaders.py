@@ -21,7 +21,7 @@ from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.lightning.loaders import combine, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn, warn
-from equipoise.parallel.batches.dealing import Turns
+from equipoise.parallel.batches.dealing import Turns, with_batch_for_each
 from equipoise.parallel.batches.sampling import DrawnAlike, seed_of_order
 from equipoise.parallel.batches.shard import Shard
 from equipoise.strategies.distributed.epoch_length import Certainty, Extent, certainty_of, length_of
@@ -207,6 +207,11 @@ class Loaders:
         if steps is not None:
             steps.note_states(one=strategy.processes.has_one_state)
             prepared = steps.keep(prepared, strategy.processes.data, share=share)
+        # Predictions keep their batches, and a limit counts those of the user.
+        is_whole_evaluation = source.stage in ("val", "test") and isinstance(limit, float) and limit == 1.0
+        if share and is_whole_evaluation and not strategy.processes.has_one_state:
+            count = strategy.processes.data.world_size
+            prepared = [with_batch_for_each(loader, count) for loader in prepared]
         self._seed = seed_of_order() if steps is None else steps.seed
         self._epoch = 0
         shards = [Shard(self._with_same_order(loader)) for loader in prepared]

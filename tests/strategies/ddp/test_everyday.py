@@ -407,3 +407,94 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         group = joined(Rank(0, 0, 0, 2), torch.device("cpu"), timeout=timedelta(seconds=300))
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is taken by another program"), group:
             pass
+
+
+# Evaluations with fewer batches than processes
+
+
+class Collects(L.LightningModule):
+    """Stacks at the end what its steps have kept, as a process without a batch cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.mean = MeanMetric().double()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.kept.append(batch.mean())
+        self.mean.update(batch)
+        self.log("value", batch.mean(), sync_dist=True)
+        self.log("metric", self.mean)
+
+    def on_validation_epoch_end(self) -> None:
+        torch.stack(self.kept)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch
+
+
+@pytest.mark.parametrize(("devices", "samples"), [(2, 2), (2, 5), (3, 10), (3, 4)])
+@pytest.mark.filterwarnings("ignore:The val loader shuffles")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_process_has_samples_of_an_evaluation_of_one_batch(devices: int, samples: int, shuffle: bool) -> None:
+    data = torch.arange(samples, dtype=torch.float64).square()
+    run = trainer("ddp", devices)
+    values = run.validate(Collects(), DataLoader(data, batch_size=10, shuffle=shuffle), verbose=False)[0]
+    assert values["value"] == pytest.approx(float(data.mean()), rel=1e-12)
+    assert values["metric"] == pytest.approx(float(data.mean()), rel=1e-12)
+
+
+def test_predictions_and_limited_evaluations_keep_their_batches() -> None:
+    data = torch.arange(8, dtype=torch.float64)
+    run = trainer("ddp", 2, limit_val_batches=1)
+    module = Collects()
+    module.on_validation_epoch_end = lambda: None  # type: ignore[method-assign]
+    values = run.validate(module, DataLoader(data, batch_size=4), verbose=False)[0]
+    assert values["value"] == pytest.approx(1.5, rel=1e-12)
+    predictions = run.predict(module, DataLoader(data, batch_size=8))
+    assert predictions is not None
+    assert [len(batch) for batch in predictions] == [8]
+
+
+# Losses without a graph
+
+
+class Constant(L.LightningModule):
+    """Its loss is a constant where a batch holds the sixth sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if 6.0 in batch.tolist():
+            return torch.zeros((), dtype=torch.float64, requires_grad=True)
+        return sum(self.weights) * batch.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "native"}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_constant_loss_of_one_process_has_zero_gradients(options: dict[str, Any], window: int) -> None:
+    module = Constant()
+    data = torch.arange(8, dtype=torch.float64)
+    steps = DataLoader(data, batch_size=1, sampler=InOrder(data))
+    trainer(DDPStrategy(timeout=60.0, **options), 2, accumulate_grad_batches=window, max_epochs=1).fit(module, steps)
+    # The samples of all steps but the sixth, in steps of two.
+    expected = 1 - 0.01 * (sum(range(8)) - 6) / (2 * window)
+    assert [float(weight.detach()) for weight in module.weights] == pytest.approx([expected] * 2, rel=1e-12)
+
+
+class InOrder(torch.utils.data.Sampler[int]):
+    """Samples in their order, which a sampler of torch's own would not keep."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.count = len(data)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
