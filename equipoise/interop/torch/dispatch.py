@@ -19,6 +19,7 @@ __all__ = [
     "DispatchMode",
     "OnOperation",
     "OperationWatch",
+    "change_class",
     "empty_wrapper",
     "namespace_of",
     "own_functions",
@@ -40,6 +41,18 @@ _OPERATION: Any = _OVERLOAD if _OVERLOAD.__base__ is object else _OVERLOAD.__bas
 # Within it a tensor of a subclass is computed with as a plain one. Torch's notes on subclasses name it.
 own_functions: Callable[[], AbstractContextManager[Any]] = find("torch._C.DisableTorchFunctionSubclass") or nullcontext
 _unheard: Callable[[], AbstractContextManager[Any]] = find("torch._C.DisableTorchFunction") or nullcontext
+
+
+def change_class(tensor: Tensor, kind: type[Tensor], **attributes: Any) -> None:
+    """Let a tensor be one of another class, as torch does with lazy parameters.
+
+    Args:
+        tensor: The tensor.
+        kind: The class, which derives from the tensor's class, or from which that derives.
+        attributes: Attributes that it gets.
+    """
+    tensor.__class__ = kind
+    vars(tensor).update(attributes)
 
 
 class _Passing(threading.local):

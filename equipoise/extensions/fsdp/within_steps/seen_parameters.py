@@ -19,7 +19,7 @@ from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.extensions.fsdp.within_steps.in_place import IN_PLACE, RANDOM, VIEWS, override
 from equipoise.extensions.fsdp.within_steps.whole_results import compute_whole, gathered, part_like
 from equipoise.interop.torch.autograd import is_in_backward, version_of
-from equipoise.interop.torch.dispatch import own_functions
+from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.tree import map_leaves, tensors_in
 
 if TYPE_CHECKING:
@@ -33,27 +33,25 @@ class Seen:
 
     Args:
         shard: The parameter in shards, which the optimiser has.
-        whole: The gathered one, whose memory torch frees and fills again.
+        whole_parameter: The gathered one, whose memory torch frees and fills again.
         steps: The user's steps.
     """
 
-    def __init__(self, shard: Any, whole: Any, steps: "UserSteps") -> None:
+    def __init__(self, shard: Any, whole_parameter: Any, steps: "UserSteps") -> None:
         self.shard = shard
-        self.whole = whole
+        self.whole = whole_parameter
         self.steps = steps
         self.is_gathered = False
         # True: the whole one may have been changed without a trace.
         self.is_touched = False
-        self._version = version_of(whole)
-        shard.__class__ = Shard
-        shard._seen = self
-        whole._seen = self
-        self.note_freed()
+        self._version = version_of(whole_parameter)
+        change_class(shard, Shard, _seen=self)
+        change_class(whole_parameter, FreedParameter, _seen=self)
 
     def note_gathering(self) -> None:
         """Let torch see both as they are."""
-        self.shard.__class__ = Shard
-        self.whole.__class__ = WholeParameter
+        change_class(self.shard, Shard)
+        change_class(self.whole, WholeParameter)
 
     def note_gathered(self) -> None:
         """Note that the whole one has the values of the shards."""
@@ -65,11 +63,15 @@ class Seen:
     def note_freed(self) -> None:
         """Let the shard stand for the whole one."""
         self.is_gathered = False
-        self.whole.__class__ = FreedParameter
+        change_class(self.whole, FreedParameter)
+
+    def note_data(self) -> None:
+        """Note that the whole one may be changed without a trace."""
+        self.is_touched = True
 
     def enter(self, is_in_step: bool) -> None:
         """Let the shard be one of a step, or of other code."""
-        self.shard.__class__ = ShardInStep if is_in_step else Shard
+        change_class(self.shard, ShardInStep if is_in_step else Shard)
 
     @torch.no_grad()
     def keep_changes(self) -> None:
@@ -124,15 +126,15 @@ def _own_data(parameter: Tensor) -> Any:
         return _data.__get__(parameter)
 
 
-def hook_whole(whole: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+def hook_whole(whole_parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a hook on a whole parameter, for which the user's code may see a shard.
 
     Args:
-        whole: The parameter, which requires gradients.
+        whole_parameter: The parameter, which requires gradients.
         hook: Called with its gradient of the samples of this process.
     """
     with own_functions():
-        handle: RemovableHandle = Tensor.register_hook(whole, hook)  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = Tensor.register_hook(whole_parameter, hook)  # type: ignore[no-untyped-call]
     return handle
 
 
@@ -149,7 +151,7 @@ def _replace(parameter: Any, value: Tensor) -> None:
 
 def _on_shard(name: str, inherited: Any) -> Any:
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_mixed = any(other.ndim and not isinstance(other, DTensor) for other in tensors_in((args, kwargs)))
+        is_mixed = any(operand.ndim and not isinstance(operand, DTensor) for operand in tensors_in((args, kwargs)))
         if is_mixed or name in RANDOM or name == "__setitem__":
             _check_in_place(self)
             # Each process computes the whole result, and keeps its part.
@@ -198,9 +200,8 @@ class Shard(DTensor):
     def data(self) -> Any:
         """Return the values, which belong to no graph."""
         alias = _own_data(self)
-        alias.__class__ = type(self)
-        # What changes the data changes the parameter, which is a leaf of no graph here.
-        alias._seen = self._seen
+        # What changes the data changes the parameter.
+        change_class(alias, type(self), _seen=self._seen)
         return alias
 
     @data.setter
@@ -213,7 +214,7 @@ class Shard(DTensor):
         """Return the gradient in shards."""
         gradient = _own_gradient(self)
         if isinstance(gradient, DTensor):
-            gradient.__class__ = type(self)
+            change_class(gradient, type(self))
         return gradient
 
     @grad.setter
@@ -243,7 +244,7 @@ class ShardInStep(Shard):
         name = getattr(function, "__name__", "")
         with own_functions():
             if name in _OF_SHARDS:
-                return function(*args, **kwargs)
+                return _in_step(function(*args, **kwargs))
             if function in (torch.autograd.backward, torch.autograd.grad):
                 args, kwargs = map_leaves(_leaf_of_graph, (args, kwargs))
                 return function(*args, **kwargs)
@@ -298,12 +299,13 @@ def _followed(name: str, result: Any, tensors: list[Tensor]) -> Any:
             if isinstance(tensor, Shard) and tensor._seen is not None:
                 tensor._seen.gather_again()
 
-    def in_step(leaf: Any) -> Any:
-        if type(leaf) is DTensor:
-            leaf.__class__ = ShardInStep
-        return leaf
+    return map_leaves(_in_step, result)
 
-    return map_leaves(in_step, result)
+
+def _in_step(leaf: Any) -> Any:
+    if type(leaf) is DTensor:
+        change_class(leaf, ShardInStep)
+    return leaf
 
 
 def _gathered_parameter(leaf: Any) -> Any:
@@ -358,7 +360,7 @@ class WholeParameter(nn.Parameter):
         if not self._seen.is_gathered:
             return self._seen.shard.data
         # Torch counts no changes of what this returns.
-        self._seen.is_touched = True
+        self._seen.note_data()
         return _own_data(self)
 
     @data.setter

@@ -25,6 +25,7 @@ from equipoise.interop.distributed.fully_sharded import (
     shards_and_wholes,
 )
 from equipoise.interop.torch.autograd import is_summed
+from equipoise.interop.torch.dispatch import change_class
 
 __all__ = ["UserSteps"]
 
@@ -58,25 +59,25 @@ class UserSteps:
 
     def _follow(self, unit: nn.Module) -> list[Seen]:
         """Let both forms of each parameter of a unit stand for it, and return them."""
-        seen = []
-        for shard, whole in shards_and_wholes(unit):
+        parameters = []
+        for shard, gathered in shards_and_wholes(unit):
             # Parts of cut layers, and weights that are gathered in another form, are torch's alone.
-            if type(whole) is nn.Parameter and whole.dtype == shard.dtype:
-                seen.append(Seen(shard, whole, self))
-                self._follow_gradients(seen[-1])
+            if type(gathered) is nn.Parameter and gathered.dtype == shard.dtype:
+                parameters.append(Seen(shard, gathered, self))
+                self._follow_gradients(parameters[-1])
 
         def all_of_them(action: Callable[[Seen], None]) -> Callable[[], None]:
             def act() -> None:
-                for parameter in seen:
+                for parameter in parameters:
                     action(parameter)
 
             return act
 
         def free_partly() -> None:
-            parameters: Iterable[Any] = unit.parameters()
-            for parameter in parameters:
+            shards: Iterable[Any] = unit.parameters()
+            for parameter in shards:
                 if type(parameter) is DTensor:
-                    parameter.__class__ = PartlyFreed
+                    change_class(parameter, PartlyFreed)
 
         follow_gathering(
             unit,
@@ -87,7 +88,7 @@ class UserSteps:
             partly_freed=free_partly,
         )
         follow_backwards(unit, begun=self._begin_backward, end=self._end_backward)
-        return seen
+        return parameters
 
     def _follow_calls(self) -> None:
         """Gather the root's weights at once where a module is called that has some of them."""
@@ -97,9 +98,9 @@ class UserSteps:
             if self.is_in_step:
                 self._root.unshard()
 
-        own = {id(parameter.shard) for parameter in self._seen[-1]}
+        shards_of_root = {id(parameter.shard) for parameter in self._seen[-1]}
         for part in self._root.modules():
-            if part is not self._root and any(id(shard) in own for shard in part.parameters(recurse=False)):
+            if part is not self._root and any(id(shard) in shards_of_root for shard in part.parameters(recurse=False)):
                 self.hooks.append(part.register_forward_pre_hook(gather_root))
 
     # The steps.
@@ -163,15 +164,15 @@ class UserSteps:
 
     def _follow_gradients(self, parameter: Seen) -> None:
         """Let all roads to the gradient of a parameter lead to its exchange."""
-        whole = parameter.whole
+        gathered = parameter.whole
         parameter.note_gathering()
         # Torch takes hooks of tensors that require gradients.
-        requires_grad = whole.requires_grad
-        whole.requires_grad_(True)
-        hook_whole(whole, partial(self._exchange_returned, parameter))
+        requires_grad = gathered.requires_grad
+        gathered.requires_grad_(True)
+        hook_whole(gathered, partial(self._exchange_returned, parameter))
         if self._by_hand:
-            nn.Parameter.register_post_accumulate_grad_hook(whole, lambda _: reduce_at_the_end(self._root))  # type: ignore[no-untyped-call]
-        whole.requires_grad_(requires_grad)
+            nn.Parameter.register_post_accumulate_grad_hook(gathered, lambda _: reduce_at_the_end(self._root))  # type: ignore[no-untyped-call]
+        gathered.requires_grad_(requires_grad)
         parameter.note_freed()
 
     def _exchange_returned(self, parameter: Seen, gradient: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from equipoise.extensions.fsdp.mesh.grid import TENSOR, part_of
 from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.extensions.fsdp.within_steps.in_place import IN_PLACE, override
 from equipoise.interop.torch.autograd import version_of
-from equipoise.interop.torch.dispatch import own_functions
+from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.parallel.batches.shares import even_chunks
 from equipoise.tree import map_leaves
 
@@ -25,18 +25,18 @@ def gathered(value: Any) -> Any:
     return map_leaves(lambda leaf: gather_whole(leaf) if isinstance(leaf, DTensor) else leaf, value)
 
 
-def part_like(shard: Any, whole: Tensor) -> Tensor:
+def part_like(shard: Any, tensor: Tensor) -> Tensor:
     """Return the part of a whole tensor that this process has of a tensor in shards, as a view.
 
     Args:
         shard: The tensor in shards.
-        whole: A tensor of its shape. A part of a cut layer's, where the tensor in shards is a part of such a part.
+        tensor: A tensor of its shape. A part of a cut layer's, where the tensor in shards is a part of such a part.
     """
-    part = part_of(whole)
+    part = part_of(tensor)
     mesh = shard.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     for number, placement in enumerate(shard.placements):
-        is_cut_already = isinstance(whole, DTensor) and names[number] == TENSOR
+        is_cut_already = isinstance(tensor, DTensor) and names[number] == TENSOR
         if placement.is_replicate() or is_cut_already:
             continue
         # Parts are those of `torch.chunk`, of which the last ones may be empty.
@@ -59,15 +59,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, shard: Any, processes: float) -> Tensor:
-        context.shard = shard
-        context.processes = processes
+        context.arguments = (shard, processes)
         return gather_whole(shard)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
-        total = sum_gradient(gradient, context.shard) / context.processes
-        value = torch.zeros_like(context.shard.detach())
+        shard, processes = context.arguments
+        total = sum_gradient(gradient, shard) / processes
+        value = torch.zeros_like(shard.detach())
         part_of(value).copy_(part_like(value, total))
         return value, None
 
@@ -82,35 +82,35 @@ def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, processe
         processes: The number of processes over which gradients are averaged.
     """
     # 1. Each tensor in shards as a whole, of a memory of its own.
-    wholes: dict[int, tuple[Any, Tensor, Any]] = {}
+    copies: dict[int, tuple[Any, Tensor, Any]] = {}
 
     def whole_of(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        if id(leaf) not in wholes:
+        if id(leaf) not in copies:
             has_graph = torch.is_grad_enabled() and leaf.requires_grad
-            whole = _Gather.apply(leaf, processes) if has_graph else gather_whole(leaf)  # type: ignore[no-untyped-call]
-            wholes[id(leaf)] = (leaf, whole, version_of(whole))
-        return wholes[id(leaf)][1]
+            tensor = _Gather.apply(leaf, processes) if has_graph else gather_whole(leaf)  # type: ignore[no-untyped-call]
+            copies[id(leaf)] = (leaf, tensor, version_of(tensor))
+        return copies[id(leaf)][1]
 
     result = function(*map_leaves(whole_of, args), **map_leaves(whole_of, kwargs))
 
     # 2. What has changed. The result of an operation in place is the tensor itself.
     shards = {}
-    for shard, whole, version in wholes.values():
-        if version_of(whole) != version:
+    for shard, tensor, version in copies.values():
+        if version_of(tensor) != version:
             with torch.no_grad():
-                part_of(shard).copy_(part_like(shard, whole))
-            shards[id(whole)] = shard
+                part_of(shard).copy_(part_like(shard, tensor))
+            shards[id(tensor)] = shard
 
     # 3. Views of these wholes would change nothing else.
-    memories = {whole.untyped_storage().data_ptr() for _, whole, _ in wholes.values()}
+    memories = {tensor.untyped_storage().data_ptr() for _, tensor, _ in copies.values()}
 
     def result_of(leaf: Any) -> Any:
         if id(leaf) in shards:
             return shards[id(leaf)]
         if isinstance(leaf, Tensor) and type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in memories:
-            leaf.__class__ = _Copy
+            change_class(leaf, _Copy)
         return leaf
 
     return map_leaves(result_of, result)
