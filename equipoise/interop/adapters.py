@@ -98,6 +98,7 @@ ADAPTERS: tuple[Adapter, ...] = (
             "torch._C.DisableTorchFunctionSubclass",
             "torch._C._current_graph_task_id",
             "torch._C._will_engine_execute_node",
+            "torch._guards.TracingContext",
             *_VERSION,
         ),
         ("fsdp",),

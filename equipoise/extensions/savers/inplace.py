@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.interop.torch.autograd import gradients_here
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 from equipoise.parallel.equality import gap_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -146,7 +147,7 @@ def _compute(module: nn.Module, step: Step, uses: "_InputUses | None" = None) ->
                 f" it under 'loss', but the step returned {type(output).__name__}."
             )
         seed = torch.ones_like(loss)
-        gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
+        gradients = gradients_here(loss, parameters, seed, allow_unused=True)
         # Attributes and outputs are still there, and the graph is gone.
         if uses is not None:
             uses.note_kept()

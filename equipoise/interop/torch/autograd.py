@@ -15,9 +15,11 @@ from equipoise.interop.adapters import find, find_if_tested
 
 __all__ = [
     "BackwardCall",
+    "gradients_here",
     "intercept_backwards",
     "is_changed",
     "is_in_backward",
+    "is_in_backward_or_compiler",
     "is_summed",
     "next_node_number",
     "number_of_node",
@@ -32,6 +34,7 @@ __all__ = [
 _engine_run_backward: Callable[..., Any] | None = find_if_tested("torch.autograd.graph._engine_run_backward")
 _has_versions = find("torch.Tensor._version") is not None
 _get_sequence_nr: Callable[[], int] | None = find("torch.autograd._get_sequence_nr")
+_tracing_context: Any = find("torch._guards.TracingContext")
 _current_graph_task_id: Callable[[], int] | None = find("torch._C._current_graph_task_id")
 _will_engine_execute_node: Callable[[Any], bool] | None = find("torch._C._will_engine_execute_node")
 _current_autograd_node: Callable[[], Any] | None = find("torch._C._current_autograd_node")
@@ -89,13 +92,42 @@ def is_in_backward() -> bool:
     return _current_graph_task_id is not None and _current_graph_task_id() != -1
 
 
+def is_in_backward_or_compiler() -> bool:
+    """Return True within a backward, what is called at its end included, or while the compiler reads tensors.
+
+    Nothing public tells either: `torch.compiler.is_compiling` is about code that is compiled.
+    """
+    if _tracing_context is not None and _tracing_context.try_get() is not None:
+        return True
+    return is_in_backward()
+
+
+# Whether `gradients_here` runs. A backward may call hooks in another thread.
+_RUNS_HERE: list[bool] = []
+
+
+def gradients_here(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Return what `torch.autograd.grad` returns, of this process alone where a strategy would exchange it.
+
+    Args:
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+    _RUNS_HERE.append(True)
+    try:
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(*args, **kwargs)
+        return gradients
+    finally:
+        _RUNS_HERE.pop()
+
+
 def is_summed(leaf_node: Any) -> bool:
-    """Return False if `torch.autograd.grad` returns the gradient of a leaf, which the running backward has computed.
+    """Return False if the user's `torch.autograd.grad` returns the gradient of a leaf, which has been computed.
 
     Args:
         leaf_node: The node at which the leaf receives its gradient. Nothing public tells what becomes of it.
     """
-    if _will_engine_execute_node is None:
+    if _will_engine_execute_node is None or _RUNS_HERE:
         return True
     try:
         return _will_engine_execute_node(leaf_node)
@@ -170,6 +202,8 @@ def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], N
         outputs: Any, gradients: Any, retain: bool, create: bool, inputs: Sequence[Any], *args: Any, **kw: Any
     ) -> Any:
         compute = partial(original, outputs, gradients, retain, create, inputs, *args, **kw)
+        if _RUNS_HERE:
+            return compute()
         return around(BackwardCall(compute, inputs, create, kw["accumulate_grad"]))
 
     setattr(torch.autograd, _ENGINE_CALL, run)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.extensions.compiled.comparison.outcome import Outcome, Result, results_of
+from equipoise.interop.torch.autograd import gradients_here
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.equality import Tolerance, tolerance_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state
@@ -128,7 +129,7 @@ def _compute(
     gradients: Sequence[Tensor | None] = [None] * len(sources)
     if ends and sources:
         weights = list(map(_weights_like, ends))
-        gradients = torch.autograd.grad(
+        gradients = gradients_here(
             ends,
             list(sources.values()),
             weights,

@@ -18,7 +18,7 @@ from equipoise.extensions.fsdp.mesh.grid import part_of
 from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.extensions.fsdp.within_steps.in_place import IN_PLACE, RANDOM, VIEWS, override
 from equipoise.extensions.fsdp.within_steps.whole_results import compute_whole, gathered, part_like
-from equipoise.interop.torch.autograd import is_in_backward, version_of
+from equipoise.interop.torch.autograd import is_in_backward_or_compiler, version_of
 from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.tree import map_leaves, tensors_in
 
@@ -371,11 +371,11 @@ class WholeParameter(nn.Parameter):
     def grad(self) -> Any:
         """Return the gradient in shards."""
         # Torch sums gradients here until it exchanges them.
-        return _own_gradient(self) if is_in_backward() else self._seen.shard.grad
+        return _own_gradient(self) if is_in_backward_or_compiler() else self._seen.shard.grad
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        if is_in_backward():
+        if is_in_backward_or_compiler():
             _set_own_gradient(self, value)
         else:
             self._seen.set_gradient(value)
