@@ -55,7 +55,9 @@ class UserSteps:
         self.switches = RootSwitches(self._root)
         self.hooks: list[RemovableHandle] = []
         self._seen = [self._follow(unit) for unit in units]
-        self._follow_calls()
+        if by_hand:
+            # Modules with hooks are not compiled, and other steps rarely free the root before their end.
+            self._follow_calls()
 
     def _follow(self, unit: nn.Module) -> list[Seen]:
         """Let both forms of each parameter of a unit stand for it, and return them."""
