@@ -168,6 +168,7 @@ def _run(parts: TrainerParts, request: Request) -> Any:
         _continue_in_shards(context, checkpoint)
     if request.fitting:
         _configure_optimizers(context)
+        parts.fit_loop.hook_state.begin_hooks()
         context.hooks.call("on_fit_start")
     if state.enable_autolog_hparams:
         log_hyperparams(parts.trainer)

@@ -20,7 +20,6 @@ from equipoise.interop.lightning.finders import is_stock_finder
 from equipoise.interop.remote.paths import to_path
 
 __all__ = [
-    "begin_again",
     "cannot_fire",
     "copies_of",
     "copies_weights",
@@ -182,24 +181,6 @@ def with_latest_answer(
         stop_requests.update(requests)
 
     return check
-
-
-def begin_again(callbacks: Iterable[Any], trainer: Any, module: nn.Module) -> None:
-    """Let StochasticWeightAveraging begin an epoch that is resumed: its schedule of learning rates begins there.
-
-    It does not average a second time in an epoch. In the epoch of batch statistics it would forget them.
-
-    Args:
-        callbacks: The callbacks of the run.
-        trainer: The trainer.
-        module: The module.
-    """
-    for callback in callbacks:
-        if is_a(callback, StochasticWeightAveraging):
-            statistics = [buffer.clone() for buffer in module.buffers()]
-            callback.on_train_epoch_start(trainer, module)
-            for buffer, value in zip(module.buffers(), statistics, strict=True):
-                buffer.copy_(value)
 
 
 def copying_callbacks(module: nn.Module) -> list[Any]:

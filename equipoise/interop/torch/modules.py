@@ -24,11 +24,11 @@ __all__ = [
     "hook_registries_of",
     "hooks_of",
     "is_compiled",
-    "is_persistent",
     "parameters_of",
     "set_device_of",
     "shell_of",
     "uncompiled_name",
+    "unsaved_buffers_of",
     "versions",
 ]
 
@@ -93,9 +93,12 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def is_persistent(module: nn.Module, name: str) -> bool:
-    """Return True if `state_dict` contains a direct buffer of a module; asking that method would run the user's."""
-    return name not in module._non_persistent_buffers_set
+def unsaved_buffers_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's direct buffers that its `state_dict` leaves out.
+
+    Nothing public lists them. Without the name they are not restored in a resumed run.
+    """
+    return sorted(getattr(module, "_non_persistent_buffers_set", ()))
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:

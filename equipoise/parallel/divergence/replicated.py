@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from equipoise.interop.torch.modules import is_persistent
+from equipoise.interop.torch.modules import unsaved_buffers_of
 
 __all__ = ["Replicated", "unchanging_buffers", "whole_module"]
 
@@ -51,7 +51,7 @@ def unchanging_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, full_name in names.items():
             buffer = direct[full_name]
             has_fractions = buffer.is_floating_point() or buffer.is_complex()
-            is_saved = is_persistent(part, name)
+            is_saved = name not in unsaved_buffers_of(part)
             if has_fractions and is_saved:
                 buffers[full_name] = buffer
     return buffers

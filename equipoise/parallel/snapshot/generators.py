@@ -10,11 +10,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["find_generators", "linked", "restorer", "samplers_of"]
+__all__ = [
+    "find_generators",
+    "generator_state",
+    "is_generator",
+    "linked",
+    "restorer",
+    "samplers_of",
+    "set_generator_state",
+]
 
 # Attributes of a loader or batch sampler.
 _SAMPLERS = ("batch_sampler", "sampler")
-_LINKS = (*_SAMPLERS, "dataset")
+_LINKS = (*_SAMPLERS, "dataset", "loader")
 # Steps from an object to a generator. An attribute and an item are one step each:
 # dataset.transform.transforms[0].transforms[0].generator, for instance.
 _DEPTH = 6
@@ -156,16 +164,32 @@ def _neighbours_of(value: Any) -> Iterable[Any]:
     return list(attributes.values())
 
 
+def is_generator(value: Any) -> bool:
+    """Return True for a generator that has a state."""
+    return isinstance(value, _generator_types()) and not isinstance(value, random.SystemRandom)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the present state of a generator, as plain data."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set a generator back to a state that `generator_state` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
 def restorer(generator: Any) -> Callable[[], Any]:
     """Return a function that restores the present state of a generator."""
-    if isinstance(generator, torch.Generator):
-        torch_state = generator.get_state()
-        return partial(generator.set_state, torch_state)
-    if isinstance(generator, random.Random):
-        python_state = generator.getstate()
-        return partial(generator.setstate, python_state)
-    if hasattr(generator, "bit_generator"):
-        bit_generator = generator.bit_generator
-        return partial(setattr, bit_generator, "state", bit_generator.state)
-    legacy_state = generator.get_state(legacy=False)
-    return partial(generator.set_state, legacy_state)
+    return partial(set_generator_state, generator, generator_state(generator))

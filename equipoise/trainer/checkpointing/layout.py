@@ -223,6 +223,9 @@ _FIT_LOOP = {
 }
 _EVALUATION = {"batch_progress": _PROGRESS}
 
+# What hooks have set, by kind.
+_HOOK_STATE = OrMissing({"values": any_list, "generators": any_list, "objects": any_list})
+
 # The position of a process in an epoch.
 _RANDOM_STATE = Whole({"global": random_state, "generators": any_list})
 _LOGGED = ("total", "step", "key", "options", "dataloader_idx", "metric", "weight", "dtype")
@@ -237,6 +240,8 @@ _POSITION = Whole(
         "gradients": [gradient],
         "logs": Whole({"callback_metrics": mapping, "entries": [Whole(dict.fromkeys(_LOGGED, anything))]}),
         "metrics": named_entries,
+        "hook_state": _HOOK_STATE,
+        "data_before_order": _HOOK_STATE,
         "metrics_of_validation": [text],
         "validated": OrMissing([text]),
         "loaders": OrMissing(OrEmpty(Whole({"loaded_at": anything, "workers": any_list}))),

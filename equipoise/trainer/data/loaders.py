@@ -20,10 +20,11 @@ from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.lightning.loaders import combine, seed_workers
 from equipoise.interop.torch.loaders import with_sampler
-from equipoise.notices import rank_zero_warn, warn
+from equipoise.notices import rank_zero_warn, warn, warn_of_method
 from equipoise.parallel.batches.dealing import Turns, with_batch_for_each
 from equipoise.parallel.batches.sampling import DrawnAlike, seed_of_order
 from equipoise.parallel.batches.shard import Shard
+from equipoise.parallel.snapshot.generators import linked
 from equipoise.strategies.distributed.epoch_length import Certainty, Extent, certainty_of, length_of
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy
@@ -561,12 +562,30 @@ def nothing_to_read(length: float, limit: float, source: Source, *, divided: boo
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of a loader's sampler and of its batch sampler's, once each."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
-    if isinstance(batch_sampler, DrawnAlike):
-        samplers.append(batch_sampler)
-    for sampler in {id(sampler): sampler for sampler in samplers}.values():
-        method = getattr(sampler, "set_epoch", None)
-        if callable(method):
-            method(epoch)
+    """Call `set_epoch` of a loader's samplers and data sets, also of those within them, once each.
+
+    Persistent workers have copies of a data set, which learn nothing unless they share memory.
+    """
+    for part in linked([loader]):
+        method = getattr(part, "set_epoch", None)
+        if not callable(method):
+            continue
+        method(epoch)
+        if epoch > 0 and part is getattr(loader, "dataset", None) and getattr(loader, "persistent_workers", False):
+            _warn_of_copies(loader, part)
+
+
+def _warn_of_copies(loader: Any, data: Any) -> None:
+    """Warn once of a data set whose copies in persistent workers keep the epoch in which they were made."""
+    shares_memory = False
+    value: Any
+    for value in vars(data).values():
+        shared_tensor = isinstance(value, torch.Tensor) and value.untyped_storage().is_shared()
+        shares_memory |= shared_tensor or type(value).__module__.startswith("multiprocessing.")
+    if not shares_memory:
+        warn_of_method(
+            type(data).set_epoch,
+            f"`{type(data).__name__}.set_epoch` does not reach the workers of a loader with persistent_workers=True:"
+            " their copies of the data keep the epoch in which they were made, and read the same order in each. Leave"
+            " out persistent_workers, or keep the epoch in `torch.tensor(0).share_memory_()`.",
+        )

@@ -33,6 +33,9 @@ __all__ = ["Hooks", "overrides", "state_key_of"]
 
 Hook = Callable[..., Any]
 
+# Hooks in which checkpoint callbacks write files, beside that of the epoch's end.
+_SAVING = ("on_train_batch_end", "on_validation_end")
+
 # Modules whose callbacks read only the loss of a step's outputs.
 _READ_ONLY_THE_LOSS = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.")
 
@@ -73,6 +76,15 @@ def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
         if name in vars(kind):
             return True
     return True
+
+
+def _as_of_callback(method: Hook) -> Hook:
+    """Return a module's hook such that it is called as that of a callback."""
+
+    def run(trainer: Any, module: Any, *args: Any) -> None:
+        method(*args)
+
+    return run
 
 
 def _within(enter: Callable[[], AbstractContextManager[None]], method: Hook) -> Hook:
@@ -136,9 +148,15 @@ class Hooks:
 
     def bind(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks and the module; None if it is not overridden."""
-        hooks = self._of_callbacks(name, self.callbacks)
         module = self._of_module(name)
-        return self._fire(name, hooks, module)
+        callbacks = self.callbacks
+        if module is None or name not in _SAVING:
+            return self._fire(name, self._of_callbacks(name, callbacks), module)
+        # Files are written after the module's hook, which a resumed run does not call again.
+        earlier = [callback for callback in callbacks if not is_a(callback, Checkpoint)]
+        saving = [callback for callback in callbacks if is_a(callback, Checkpoint)]
+        hooks = [*self._of_callbacks(name, earlier), _as_of_callback(module), *self._of_callbacks(name, saving)]
+        return self._fire(name, hooks, None)
 
     def bind_callbacks(self, name: str, *, monitoring: bool | None = None, copying: bool | None = None) -> Hook | None:
         """Bind the hook of the callbacks alone.
@@ -266,6 +284,17 @@ class Hooks:
         fire = self.bind_callbacks(name, monitoring=monitoring, copying=copying)
         if fire is not None:
             fire(*args, **kwargs)
+
+    def call_of(self, name: str, owner: Any) -> None:
+        """Call the hook of one callback, or of the module."""
+        is_module = owner is self.module
+        fire = self._fire(
+            name,
+            [] if is_module else self._of_callbacks(name, [owner]),
+            self._of_module(name) if is_module else None,
+        )
+        if fire is not None:
+            fire()
 
     def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's method, overridden or not, and return its result."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.interop.lightning.callbacks import begin_again
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.divergence.replicated import Replicated
 from equipoise.strategies.distributed.window_totals import reading_waits
@@ -36,6 +35,7 @@ from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.steps.step_extension import StepClass, step_extensions
 from equipoise.trainer.runtime.preflight import warn_of_eval_mode
 from equipoise.trainer.runtime.signals import leave_training
+from equipoise.trainer.state.hook_state import HookState
 
 if TYPE_CHECKING:
     from equipoise.parallel.divergence.replica_check import ReplicaCheck
@@ -65,6 +65,7 @@ class FitLoop:
     """
 
     context: "RunContext"
+    hook_state: HookState
     schedulers: Schedulers
     stopping: Stopping
     weight: BatchWeight
@@ -97,6 +98,7 @@ class FitLoop:
         self.later_files = set()
         self.last_writes = {}
         self.fit.forget_switches()
+        self.fit.hook_state = self.hook_state = HookState(context, self.fit.data, self.val_loop)
         self.fit.data.forget()
 
     def note_later_files(self, paths: set[str]) -> None:
@@ -131,6 +133,7 @@ class FitLoop:
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
             return
+        self.hook_state.begin_data()
         if self.resumption is not None:
             self.resumption.check_steps()
         # 2. A resumed run may have nothing left to train, and yet lack the hook of the end.
@@ -141,6 +144,7 @@ class FitLoop:
             is_finished = self._is_resumed_finished(self.resumption)
             lacks_end = self.resumption.lacks_end
         if is_finished and not lacks_end:
+            self.hook_state.restore()
             self.stopping.say_why()
             if self.resumption is None:
                 self.stopping.warn_of_earlier_fit()
@@ -151,6 +155,9 @@ class FitLoop:
         hooks.call("on_train_start")
         # Hooks of the start may turn them back.
         self.fit.switches.begin(context.module)
+        self.hook_state.begin()
+        if self.resumption is not None:
+            self.hook_state.bring_back(in_epoch=self.resumption.in_epoch)
         if not is_finished:
             self._train()
             # Scripts under torchrun continue with the module in every process.
@@ -255,6 +262,7 @@ class FitLoop:
         data.make_stream()
         self.weight.counts = data.open_stream.counts
         if self.resumption is None:
+            self.hook_state.note_order()
             data.draw_order()
         else:
             self.resumption.start_stream()
@@ -282,8 +290,7 @@ class FitLoop:
             self.context.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()
             progress.begin_epoch()
-        else:
-            begin_again(self.state.callbacks, self.context.hooks.trainer, self.context.module)
+        self.hook_state.report()
         # 3. The order.
         if data.stream is None:
             self._start_stream()
@@ -454,6 +461,8 @@ class FitLoop:
         elif position is not None and position["order_drawn"]:
             # That of the first epoch is drawn before on_train_epoch_start.
             self._start_stream()
+        # The data may have changed since the order was drawn.
+        self.hook_state.restore()
         resumption.load_random_state()
         # 3. The rest of the batch, and the rest of the epoch.
         if resumption.in_epoch:

@@ -9,8 +9,9 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.logging.collection import Collection
+from equipoise.trainer.state.hook_state import HookState
 from equipoise.trainer.state.progress import FitProgress
-from equipoise.trainer.state.sent_state import RESULT, SentState
+from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
 __all__ = ["FitState"]
 
@@ -41,6 +42,7 @@ class FitState(SentState):
         has_ended_early: True if the batches of the epoch ended before their promised number, which was noticed after
             the last one.
         has_validated_in_epoch: True if a validation has begun in the present epoch.
+        hook_state: State that hooks have set in the objects of the present run; None before the first.
         is_uneven: True during a step for which some processes may have no batch.
         awaits_step: True until replicas are compared after the first optimiser step of a run.
         meets: True if the processes exchange something at the end of the present batch, for one of these two reasons.
@@ -70,6 +72,7 @@ class FitState(SentState):
     has_ended_early: bool = field(default=False, metadata=RESULT)
     has_validated_in_epoch: bool = field(default=False, metadata=RESULT)
     is_uneven: bool = False
+    hook_state: HookState | None = field(default=None, metadata=LOCAL)
     awaits_step: bool = False
     meets: bool = False
 
@@ -147,6 +150,8 @@ class FitState(SentState):
         Args:
             position: The position of the checkpoint; see `trainer/loops/position.py`.
         """
+        assert self.hook_state is not None
+        self.hook_state.resume(position.get("hook_state", {}), position.get("data_before_order", {}))
         self.window.load_state_dict(position["window"])
         self.progress.skipped_steps = position.get("skipped_steps", 0)
         self.has_ended = position.get("has_ended", False)

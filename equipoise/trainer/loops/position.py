@@ -28,6 +28,7 @@ __all__ = ["before_validation", "leave_epoch", "position_of"]
 
 def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
     """Return what a checkpoint needs, beside the counters, to continue exactly."""
+    assert fit.hook_state is not None
     module = context.module
     data = fit.data
     names = {id(metric): name for name, metric in named_metrics(module).items()}
@@ -48,6 +49,8 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "gradients": context.strategy.portable.gradients(context.state.optimizers, window_is_open=fit.window.is_open),
         "logs": context.logs.state_dict(fit.collection, names),
         "metrics": metric_states(module),
+        "hook_state": fit.hook_state.changes(),
+        "data_before_order": fit.hook_state.before_order,
         "metrics_of_validation": sorted(fit.validated_metrics.union(validated)),
         "validated": sorted(fit.validated | val_loop.collection.names()),
         "before_validation": fit.before_validation,
@@ -82,8 +85,10 @@ def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
 
 def before_validation(module: nn.Module, fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
     """Return the state that a validation changes, so that one which was killed can begin anew."""
+    assert fit.hook_state is not None
     return {
         "random_state": random_state_of(fit.data.flat),
         "metrics": metric_states(module),
+        "hook_state": fit.hook_state.changes(),
         "val_loaders": val_loop.loaders_state(),
     }

@@ -132,6 +132,8 @@ class Resumption:
         self.written_in = written_in
         self.saving_states = saving_states or {}
         self.number = number
+        assert fit.hook_state is not None
+        self.hook_state = fit.hook_state
         self.loader_states: list[Any] = loop_state["state_dict"].get("combined_loader", [])
         # 1. Where the checkpoint was written, by Lightning's counters.
         epoch = fit.progress.epoch.current
@@ -216,6 +218,7 @@ class Resumption:
         if self.position is not None:
             workers = self.position.get("loaders", {}).get("workers", [])
             data.restore_random_state(self.position["epoch_random_state"], workers)
+            self.hook_state.restore_order()
         # 2. The order is drawn anew, or its rest read.
         if self.in_epoch:
             data.resume_stream(self.loader_states, seen, self._batch_ahead())
@@ -271,6 +274,7 @@ class Resumption:
             before = self.position["before_validation"]
             load_random_state(self.fit.data.flat, before["random_state"])
             load_metric_states(self.context.module, before["metrics"])
+            self.hook_state.restore(before.get("hook_state", {}))
 
     def end_validation(self) -> None:
         """Run the work that follows a validation whose last hook wrote the checkpoint."""

@@ -391,13 +391,13 @@ def test_killed_anywhere(name: str, tmp_path: Path) -> None:
     module, saver = kind_of_module(**of_module), resuming.SaveEverywhere(tmp_path)
     reference = resuming.outcome(resuming.train(kind, module, [saver], **options), module)
     assert len(saver.saved) > 20
-    for path, seen_before in saver.saved_in_turn(list(CASES).index(name)):
+    for path, _ in saver.saved_in_turn(list(CASES).index(name)):
         resuming.seeded()
         resumed = kind_of_module(**of_module)
         resuming.seeded(99)  # nothing may depend on the generators of the new process
         run = resuming.train(kind, resumed, [], path, **options)
         resuming.assert_equal(reference, resuming.outcome(run, resumed), path.name)
-        assert seen_before + resumed.seen == module.seen, path.name
+        assert resumed.seen == module.seen, path.name
 
 
 @pytest.mark.quick_cases(1)
@@ -412,7 +412,7 @@ def test_killed_in_a_step(hook: str, tmp_path: Path) -> None:
         resuming.train("shuffled", resumed, [], path)
         pulled_in_step = 0 if hook == "on_train_batch_start" else (1 if len(seen_before) % 7 == 0 else 2)
         done = seen_before[: len(seen_before) - pulled_in_step]
-        seen, ended = done + resumed.seen, 7 * (len(done) // 7 + 1)
+        seen, ended = done + resumed.seen[len(seen_before) :], 7 * (len(done) // 7 + 1)
         assert seen[:ended] == module.seen[:ended], path.name
 
 
@@ -424,8 +424,8 @@ def test_a_run_that_max_steps_ended_goes_on_with_the_next_batches(tmp_path: Path
     second = Pulls(2)
     trainer(max_steps=6, max_epochs=-1).fit(second, loader(7), ckpt_path=tmp_path / "x.ckpt")
     assert [index for index, _ in first.pulled] == [0, 1, 2, 3]
-    assert [index for index, _ in second.pulled] == [4, 5, 6, 0, 1, 2, 3]
-    assert [sample for _, sample in second.pulled[:3]] == [8, 10, 12]
+    assert [index for index, _ in second.pulled[4:]] == [4, 5, 6, 0, 1, 2, 3]
+    assert [sample for _, sample in second.pulled[4:7]] == [8, 10, 12]
 
 
 class TakesBatches(Small):

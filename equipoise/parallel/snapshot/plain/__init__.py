@@ -1,0 +1,1 @@
+"""State of objects as plain data, which a checkpoint can hold."""

@@ -1,0 +1,246 @@
+"""State that hooks and steps have given to the objects of a training, beside what these save themselves.
+
+A checkpoint holds what has changed since training began: plain attributes of the module and its parts, the data module,
+callbacks, data sets, samplers and a few settings of the trainer. A resumed run calls the hooks of the start, and then
+gets these changes back. What such a hook sets, and nothing changes later, is that of the present process.
+
+A file holds no objects. An owner whose objects lack within a resumed epoch gets `on_train_epoch_start` a second time,
+before the changes come back.
+"""
+
+from functools import cache
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from equipoise.interop.torch.modules import uncompiled_name
+from equipoise.notices import is_of_library, rank_zero_warn
+from equipoise.parallel.snapshot.generators import linked
+from equipoise.parallel.snapshot.plain.state import PlainState, Root, State, differing, restore
+from equipoise.parallel.snapshot.plain.values import LARGEST
+from equipoise.trainer.hooks.hooks import state_key_of
+
+if TYPE_CHECKING:
+    from equipoise.trainer.data.training_data import TrainingData
+    from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
+    from equipoise.trainer.runtime.run_context import RunContext
+
+__all__ = ["HookState"]
+
+# Settings that hooks change. Those that end a run are the resumed run's own.
+_SETTINGS = {
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_val_batches",
+    "log_every_n_steps",
+}
+# Bytes of a value in data and data modules that is still state, and no data.
+_LARGEST_OF_DATA = 1 << 20
+_MOST_LISTED = 5
+
+
+class HookState:
+    """Collects and restores the state that hooks have set in one run.
+
+    Args:
+        context: The run.
+        data: The training loaders.
+        val_loop: The loop that validates inside the fit, with its loaders.
+
+    Attributes:
+        before_order: What had changed in the training data when the order of the present epoch was drawn.
+    """
+
+    def __init__(self, context: "RunContext", data: "TrainingData", val_loop: "EvaluationLoop") -> None:
+        self._context = context
+        self._data = data
+        self._val_loop = val_loop
+        self._state = PlainState()
+        self._has_begun = False
+        self.before_order: State = {}
+        # The changes of the run that this one resumes.
+        self._earlier: State = {}
+        self._is_reported = True
+
+    # In a run.
+
+    def begin_hooks(self) -> None:
+        """Note the state before the hooks of the start."""
+        self._state.mark(self._objects())
+
+    def begin_data(self) -> None:
+        """Note the state of the training data before the first order is drawn from them."""
+        self._state.mark(self._data_roots("train"))
+
+    def begin(self) -> None:
+        """Note the state after the hooks of the start. Tensors that these have set may come from the weights."""
+        self._state.mark_but_tensors(self._objects())
+        self._state.mark(self._data_roots("val"))
+        self._has_begun = True
+
+    def changes(self) -> State:
+        """Return what has changed since then; in a run that has not begun, what it resumes from."""
+        if not self._has_begun:
+            return self._earlier
+        return self._state.changes(self._roots())
+
+    def note_order(self) -> None:
+        """Note what has changed in the training data, before the order of an epoch is drawn from them."""
+        if self._has_begun:
+            self.before_order = self._state.changes(self._data_roots("train"))
+
+    # In a resumed run.
+
+    def resume(self, changes: State, before_order: State) -> None:
+        """Take the changes of the run that is resumed."""
+        self._earlier = changes
+        self.before_order = before_order
+
+    def bring_back(self, *, in_epoch: bool) -> None:
+        """Bring the changes back, after the hooks of the start.
+
+        Args:
+            in_epoch: Whether an epoch is resumed whose `on_train_epoch_start` is not called.
+        """
+        self._is_reported = not self._earlier
+        if in_epoch:
+            self._begin_again()
+        # Data come back when the order of the epoch has been drawn.
+        restore(self._objects(), self._earlier, self._context.strategy.root_device)
+
+    def restore_order(self) -> None:
+        """Bring the training data to their state before the order of the epoch was drawn."""
+        self.restore(self.before_order)
+
+    def restore(self, changes: State | None = None) -> None:
+        """Bring changes back.
+
+        Args:
+            changes: The changes. Default: None, those of the run that is resumed.
+        """
+        restore(self._roots(), self._earlier if changes is None else changes, self._context.strategy.root_device)
+
+    def report(self) -> None:
+        """Warn once of what could not be brought back, after `on_train_epoch_start`."""
+        if self._is_reported:
+            return
+        self._is_reported = True
+        roots = self._roots()
+        places = [place for name, place in differing(roots, self._earlier) if not roots[name].objects_only]
+        if places:
+            more = " and others" if len(places) > _MOST_LISTED else ""
+            rank_zero_warn(
+                f"The resumed run lacks what the checkpoint cannot hold: {', '.join(places[:_MOST_LISTED])}{more} had"
+                " been set by hooks or steps, after the hooks of the start. A file holds numbers, texts, tensors and"
+                f" containers of them, up to {LARGEST >> 20} MiB each. Create such objects in `on_train_start` or"
+                " `on_train_epoch_start`, register large tensors as buffers, or save them in `on_save_checkpoint`."
+            )
+
+    def _begin_again(self) -> None:
+        """Call `on_train_epoch_start` of those whose objects lack. Buffers and options of optimisers stay."""
+        context = self._context
+        roots = self._roots()
+        lacking = {name for name, _ in differing(roots, self._earlier)}
+        owners = {id(roots[name].value) for name in lacking}
+        parts = set(map(id, context.module.modules()))
+        buffers = [buffer.clone() for buffer in context.module.buffers()]
+        groups = [group for optimizer in context.state.optimizers for group in optimizer.param_groups]
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        for owner in (*context.state.callbacks, context.module):
+            if id(owner) in owners or (owner is context.module and owners & parts):
+                context.hooks.call_of("on_train_epoch_start", owner)
+        for buffer, value in zip(context.module.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)
+
+    # The objects.
+
+    def _roots(self) -> dict[str, Root]:
+        # Data come first, so that what is in them is known as theirs: it is no state if it is large.
+        return {**self._data_roots("train"), **self._data_roots("val"), **self._objects()}
+
+    def _objects(self) -> dict[str, Root]:
+        """Return settings, data module, module and callbacks."""
+        context = self._context
+        roots = {"trainer": Root(context.state, frozenset(vars(context.state)) - _SETTINGS)}
+        kind: Any
+        if context.datamodule is not None:
+            kind = type(context.datamodule)
+            left_out = _own_names(LightningDataModule) | _loaded_names(kind)
+            roots[kind.__name__] = Root(context.datamodule, left_out, largest=_LARGEST_OF_DATA)
+        module_name = type(context.module).__name__
+        for path, part in context.module.named_modules():
+            if not isinstance(part, Metric):
+                name = f"{module_name}.{uncompiled_name(path)}" if path else module_name
+                kind = type(part)
+                left_out = _own_names(LightningModule) | _private_names(part) | _loaded_names(kind)
+                roots[name] = Root(part, left_out)
+        for callback in context.state.callbacks:
+            kind = type(callback)
+            if not kind.__module__.startswith("equipoise."):
+                left_out = _names_of_lightning(kind) | _loaded_names(kind)
+                roots[state_key_of(callback)] = Root(callback, left_out, objects_only=_is_of_lightning(kind))
+        return roots
+
+    def _data_roots(self, stage: str) -> dict[str, Root]:
+        loaders = self._data.loaders if stage == "train" else self._val_loop.loaders
+        roots: dict[str, Root] = {}
+        for index, loader in enumerate([] if loaders is None else loaders.flat):
+            for value in linked([loader]):
+                if not hasattr(value, "__dict__") or type(value).__module__.startswith("equipoise."):
+                    continue
+                left_out: frozenset[str] = frozenset()
+                if isinstance(value, DataLoader):
+                    left_out = frozenset(vars(value)) - {"collate_fn"}
+                name = f"{stage} loader {index}: {type(value).__name__}"
+                roots[name] = Root(value, left_out, largest=_LARGEST_OF_DATA)
+        return roots
+
+
+@cache
+def _own_names(kind: type) -> frozenset[str]:
+    """Return the attributes that every module, or data module, has."""
+    return frozenset(vars(kind())) | {"training", "trainer"}
+
+
+def _private_names(part: Any) -> frozenset[str]:
+    """Return the private attributes of a layer of torch."""
+    if not type(part).__module__.startswith("torch."):
+        return frozenset()
+    return frozenset(name for name in vars(part) if name.startswith("_"))
+
+
+def _is_of_lightning(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+
+
+@cache
+def _names_of_lightning(kind: type) -> frozenset[str]:
+    """Return the names that the classes of Lightning use from which a class of the user is derived."""
+    names: set[str] = set()
+    if _is_of_lightning(kind):
+        return frozenset()
+    for base in kind.__mro__:
+        if _is_of_lightning(base) and base is not Callback:
+            for method in vars(base).values():
+                if isinstance(method, FunctionType):
+                    names.update(method.__code__.co_names)
+    return frozenset(names)
+
+
+@cache
+def _loaded_names(kind: type) -> frozenset[str]:
+    """Return the names in a class's own hooks for loading: what these restore is theirs."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        for hook in ("on_load_checkpoint", "load_state_dict", "set_extra_state"):
+            method = vars(base).get(hook)
+            if isinstance(method, FunctionType) and not is_of_library(method.__code__.co_filename):
+                names.update(method.__code__.co_names)
+    return frozenset(names)
