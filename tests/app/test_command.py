@@ -222,7 +222,7 @@ def asked(equipoise, monkeypatch, line, point=None):
             "equipoise ",
             [
                 *("fit", "validate", "test", "predict", "devices", "doctor", "plan", "savings", "compare", "init"),
-                *("completion", "curves-equal", "export", "runs", "tune", "watch"),
+                *("completion", "curves-equal", "export", "runs", "tune", "verify", "watch"),
             ],
             marks=pytest.mark.whole_package,
         ),

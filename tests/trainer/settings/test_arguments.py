@@ -30,6 +30,7 @@ OURS_ALONE = {
     "detect_nonfinite": None,
     "fused_optimizer": False,
     "prefetch": "auto",
+    "verify": 0,
 }
 FOLLOWS_FROM_THE_PLACE = "num_nodes"  # 1 in Lightning; here nothing was said
 
