@@ -21,11 +21,11 @@ from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.divergence.replicated import Replicated
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.optimizers.clipping import clip_by_value
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
@@ -90,6 +90,7 @@ class Strategy:
 
     def on_one_device(self) -> "Strategy | None":
         """Return a strategy for one device that computes the same bits; None if only whole batches are comparable."""
+        # Parts of a batch are added up in another order.
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""How far two values are apart, and what rounding may cause."""
+"""Differences of two values, and what rounding may cause."""
 
 import math
 from typing import Any

@@ -45,7 +45,7 @@ class DrawsAlike(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor) and result.numel():
-            result.copy_(_drawn_alike(func, result, args, {**kwargs, "generator": None}))
+            result.copy_(_drawn_alike(func, result, args, kwargs))
         return result
 
 
@@ -64,8 +64,9 @@ def _drawn_alike(func: Any, drawn: Tensor, args: Any, options: dict[str, Any]) -
     # One row, whose values stand for those of all.
     torch.manual_seed(_SEED)
     row = [_first_row(arg) for arg in args] if drawn.ndim else args
-    names = {argument.name for argument in func._schema.arguments}
-    drawn_row: Tensor = func(*row, **{key: value for key, value in options.items() if key in names})
+    if "generator" in options:
+        options = {**options, "generator": None}
+    drawn_row: Tensor = func(*row, **options)
     return drawn_row
 
 

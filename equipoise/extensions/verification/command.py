@@ -19,7 +19,6 @@ from equipoise.extensions.verification.findings import KINDS, Finding
 from equipoise.extensions.verification.verification import Verification, verify
 from equipoise.tables.whole_table import print_table
 from equipoise.trainer.runtime.request import Request
-from equipoise.trainer.trainer import Trainer
 
 __all__ = ["show_verification"]
 
@@ -50,7 +49,7 @@ def show_verification(arguments: Sequence[str], folders: Sequence[Path]) -> int:
         values["trainer"]["default_root_dir"] = temporary
         trainer = build_trainer(values)
         request = Request(TrainerFn.FITTING, module, datamodule=data)
-        result = verify(trainer, Trainer, request, flags.get("--steps", _STEPS))
+        result = verify(trainer, type(trainer), request, flags.get("--steps", _STEPS))
     if "--json" in flags:
         print(json.dumps({"equal": result.difference is None, "sentence": result.sentence, "rows": _rows(result)}))
     else:

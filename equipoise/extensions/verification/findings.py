@@ -10,9 +10,14 @@ from torch import Tensor
 from equipoise.extensions.verification.recording import Batch, Recorder, Step, Tensors
 from equipoise.parallel.equality import Gap, Tolerance, gap_of
 
-__all__ = ["KINDS", "Finding", "compare"]
+__all__ = ["BUFFER", "GRADIENT", "KINDS", "LOGGED", "LOSS", "WEIGHT", "Finding", "compare"]
 
-LOSS, GRADIENT, WEIGHT, BUFFER, LOGGED = KINDS = ("loss", "gradient", "weight", "buffer", "logged value")
+LOSS = "loss"
+GRADIENT = "gradient"
+WEIGHT = "weight"
+BUFFER = "buffer"
+LOGGED = "logged value"
+KINDS = (LOSS, GRADIENT, WEIGHT, BUFFER, LOGGED)
 # Roundings of the largest weight, as an update of a small one is added to it.
 _ROUNDINGS = 8
 

@@ -13,7 +13,7 @@ from equipoise.parallel.snapshot import random_state
 from equipoise.strategies.strategy import splitter_of
 from equipoise.tree import map_leaves
 
-__all__ = ["Batch", "Recorder", "Step", "on_cpu"]
+__all__ = ["Batch", "Recorder", "Step", "Tensors"]
 
 Tensors = dict[str, Tensor]
 # The scale of the loss in half precision.

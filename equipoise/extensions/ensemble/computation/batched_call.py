@@ -248,7 +248,8 @@ class BatchedCall:
         if changed is not None:
             self._restore(noted)
             part, name = changed
-            raise NotBatchable(f"its forward sets {type(part).__name__}.{name}")
+            kind = type(part).__name__
+            raise NotBatchable(f"its forward sets {kind}.{name}")
         return outputs
 
     def _guarded(self, calls: _Stacked, randomness: str) -> list[Any]:
@@ -328,7 +329,8 @@ class BatchedCall:
     def _note(self) -> _Noted:
         attributes = Attributes(self._parts)
         attributes.mark()
-        return _Noted(self.buffers_now(), attributes)
+        buffers = self.buffers_now()
+        return _Noted(buffers, attributes)
 
     def _restore(self, noted: _Noted) -> None:
         self._restore_buffers(noted.buffers)
@@ -469,7 +471,8 @@ def _is_close(left: Tensor, right: Tensor) -> bool:
     if left.is_floating_point():
         # Sums of many terms are rounded in another order.
         share = torch.finfo(left.dtype).eps ** (2 / 3)
-    return not gap_of(left, right, Tolerance(share, 0.0))
+    tolerance = Tolerance(share, 0.0)
+    return not gap_of(left, right, tolerance)
 
 
 def _first_line(error: Exception) -> str:

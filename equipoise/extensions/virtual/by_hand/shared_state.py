@@ -73,7 +73,8 @@ class SharedState:
             return text
 
         # 2. Other ones.
-        digest = hashlib.sha256(repr([_digest_of(gradient) for gradient in present]).encode()).hexdigest()
+        digests = repr(list(map(_digest_of, present)))
+        digest = hashlib.sha256(digests.encode()).hexdigest()
         return f"{text} with gradients that it has changed (digest {digest[:12]})"
 
     def changes_of_groups(self) -> str:
@@ -114,6 +115,8 @@ def _digest_of(gradient: Tensor | None) -> str:
         gradient = gradient.coalesce()
     digest = hashlib.sha256(f"{gradient.dtype} {tuple(gradient.shape)}".encode())
     for member in dense_members(gradient):
-        values = member.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest.update(values.view(torch.uint8).numpy(force=True).data)
+        values = member.resolve_conj().resolve_neg()
+        flat = values.contiguous().reshape(-1)
+        array = flat.view(torch.uint8).numpy(force=True)
+        digest.update(array.data)
     return digest.hexdigest()

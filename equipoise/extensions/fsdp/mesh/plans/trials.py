@@ -126,7 +126,8 @@ class Trials:
         outer = captures.begin()
         try:
             with _alike(), context():
-                output = step(map_leaves(copied, self._batch), 0)
+                batch = map_leaves(copied, self._batch)
+                output = step(batch, 0)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
                     raise ConfigurationError("`training_step` returns no loss for the first batch")
@@ -155,7 +156,8 @@ class Trials:
                 raise ConfigurationError(f"{name} differs{gap}")
             # Zeros are the same, whatever a layer computes. A bias of keys has no other gradient.
             is_cut = isinstance(tensor, DTensor) and not tensor.placements[0].is_replicate()
-            if is_cut and tensor.ndim > 1 and largest([expected]) <= _TELLING * of_gradients.floor:
+            size = largest([expected])
+            if is_cut and tensor.ndim > 1 and size <= _TELLING * of_gradients.floor:
                 raise ConfigurationError(f"{name} is too small in the first batch to be compared")
         for name, expected in self._shown.items():
             if gap_of(expected, shown.get(name), tolerance):

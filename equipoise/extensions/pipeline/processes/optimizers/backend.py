@@ -20,8 +20,8 @@ from equipoise.extensions.pipeline.processes.optimizers.process_gradients import
     sum_tied_gradients,
     summed_gradients,
 )
-from equipoise.parallel.clipping import clip_by_value
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
+from equipoise.parallel.optimizers.clipping import clip_by_value
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
 from equipoise.parallel.payload.shared_payload import dumps
 from equipoise.strategies.portable_state import LoadState, PortableState, SaveState

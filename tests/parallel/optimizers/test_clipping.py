@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from equipoise.parallel.clipping import clip_by_value
+from equipoise.parallel.optimizers.clipping import clip_by_value
 
 
 def test_each_entry_is_clipped() -> None:
