@@ -39,6 +39,7 @@ def show_verification(arguments: Sequence[str], folders: Sequence[Path]) -> int:
     Raises:
         ConfigurationError: If an argument or the configuration is wrong.
     """
+    # 1. The arguments and the objects; callbacks write nothing here.
     overrides, flags = read_flags(arguments, {"--steps": whole_number, "--json": present}, _TAKES)
     with tempfile.TemporaryDirectory(prefix="equipoise-verify-") as temporary, import_paths(folders):
         values = compose_values(overrides, folders, Path(temporary, "run"))
@@ -50,6 +51,7 @@ def show_verification(arguments: Sequence[str], folders: Sequence[Path]) -> int:
         trainer = build_trainer(values)
         request = Request(TrainerFn.FITTING, module, datamodule=data)
         result = verify(trainer, type(trainer), request, flags.get("--steps", _STEPS))
+    # 2. The results.
     if "--json" in flags:
         print(json.dumps({"equal": result.difference is None, "sentence": result.sentence, "rows": _rows(result)}))
     else:

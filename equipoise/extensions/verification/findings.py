@@ -39,9 +39,15 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         """Return the difference as a sentence without its point."""
-        of = f"the {self.kind} {self.name!r}" if self.name else f"the {self.kind}"
-        place = f", most at {list(self.gap.place)}" if self.gap.place else ""
-        when = "after step" if self.kind in (WEIGHT, BUFFER) else "in step"
+        of = f"the {self.kind}"
+        if self.name:
+            of += f" {self.name!r}"
+        place = ""
+        if self.gap.place:
+            place = f", most at {list(self.gap.place)}"
+        when = "in step"
+        if self.kind in (WEIGHT, BUFFER):
+            when = "after step"
         return f"{when} {self.step} {of} differs{self.gap}{place}"
 
 
@@ -105,7 +111,9 @@ class _Comparison:
         trained = {name for steps in self.whole.steps for name in steps.gradients}
         for name, expected in whole.items():
             computed = recorded.get(name)
-            kind = WEIGHT if name in trained else BUFFER
+            kind = BUFFER
+            if name in trained:
+                kind = WEIGHT
             tolerance = self.tolerance
             if kind == WEIGHT and isinstance(computed, Tensor) and expected.is_floating_point():
                 # Of the step, not of the weight, beside which a step is small.

@@ -1,4 +1,4 @@
-"""What the first steps of a run compute: losses, gradients, weights, buffers, logged values, of all its processes."""
+"""Recorder of the first steps of a run: losses, gradients, weights, buffers, logged values, of all its processes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -100,7 +100,9 @@ class Recorder(Callback):
 
     def _state(self, trainer: Any) -> Tensors:
         """Return weights and buffers in the main process; all of them call this together."""
+        # 1. Strategies in shards gather it.
         state = trainer.strategy.portable.module_state(self._module)
+        # 2. Other processes have placeholders.
         if not trainer.is_global_zero:
             return {}
         return {name: on_cpu(value) for name, value in state.items() if isinstance(value, Tensor)}
@@ -114,7 +116,7 @@ class Recorder(Callback):
         def recorded(step: Any, parts: Sequence[Any], last: bool) -> Any:
             generators = random_state.capture()
             # Strategies with several parts in a process give the hooks of the loop the first alone.
-            batches = [part.batch if _is_part(part) else part for part in getattr(parts, "parts", parts)]
+            batches = list(map(_batch_of, getattr(parts, "parts", parts)))
             copies = [on_cpu(batch) for batch in batches]
             sizes = [splitter.size(batch) or 1 for batch in batches]
             with self._computing(step.batch_idx):
@@ -177,10 +179,20 @@ class Recorder(Callback):
         self._own = []
 
 
-def _is_part(part: Any) -> bool:
-    return getattr(type(part), "_fields", ())[:2] == ("batch", "size")
+def _batch_of(part: Any) -> Any:
+    """Return the batch of a part, which a strategy may give together with its size."""
+    fields = getattr(type(part), "_fields", ())
+    if fields[:2] == ("batch", "size"):
+        return part.batch
+    return part
 
 
 def on_cpu(value: Any) -> Any:
     """Return a nested value with copies of its tensors on the CPU."""
-    return map_leaves(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, value)
+    return map_leaves(_leaf_on_cpu, value)
+
+
+def _leaf_on_cpu(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""What to do about the first difference between a run and one device."""
+"""Remedies for the first difference between a run and one device."""
 
 from typing import Any
 
@@ -47,6 +47,7 @@ def remedy_for(difference: Finding, trainer: Any, module: Any, *, to_the_bit: bo
     """
     if to_the_bit:
         return _BITS
+    # 1. The kind of value.
     strategy = trainer.connected_strategy
     advice = _REMEDIES.get(difference.kind, "")
     if (
@@ -55,6 +56,7 @@ def remedy_for(difference: Finding, trainer: Any, module: Any, *, to_the_bit: bo
         and difference.kind in (GRADIENT, WEIGHT)
     ):
         advice = f"{_BY_HAND} {advice}"
+    # 2. Ways to compute a step, any of which may be the cause.
     ways = [name for name in _WAYS if trainer.constructor_arguments.get(name)]
     ways += [type(callback).__name__ for callback in trainer.callbacks if getattr(callback, "saves_memory", False)]
     if ways:

@@ -74,7 +74,9 @@ class Verification:
                 f"The first {self.steps} optimiser steps are those of one device, but for random numbers and batch"
                 " statistics: they agree if all samples draw the same numbers and BatchNorm uses running statistics."
             )
-        how = "to the bit" if self.to_the_bit else "within rounding"
+        how = "within rounding"
+        if self.to_the_bit:
+            how = "to the bit"
         return f"The first {self.steps} optimiser steps are those of one device, {how}."
 
 
@@ -93,8 +95,10 @@ def verify_before_fit(trainer: Any, make: MakeTrainer, request: Request) -> bool
     result = verify(trainer, make, request, steps)
     if result.difference is not None:
         raise StepError(f"{result.sentence} verify=0 trains without this comparison.")
-    tell = rank_zero_info if result.reason is None else rank_zero_warn
-    tell(result.sentence)
+    if result.reason is None:
+        rank_zero_info(result.sentence)
+    else:
+        rank_zero_warn(result.sentence)
     return True
 
 
@@ -110,6 +114,7 @@ def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Ver
         request: The fit.
         steps: Number of optimiser steps.
     """
+    # 1. What no comparison could tell.
     strategy = trainer.connected_strategy
     if strategy.not_comparable:
         return Verification(reason=strategy.not_comparable)
@@ -117,6 +122,8 @@ def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Ver
         return Verification(reason="a launcher has started the processes. Start one, whose strategy starts the others.")
     if isinstance(request.loaders.get("train"), Iterator):
         return Verification(reason="the training batches are those of an iterator, which can be read once.")
+
+    # 2. The comparison, and a second one that leaves random numbers out.
     trials = _Trials(trainer, make, request, steps)
     result = trials.result(alike=False)
     if result.difference is None or result.to_the_bit:
@@ -158,7 +165,9 @@ class _Trials:
 
         # 2. One device: the same bits, or whole batches.
         alone = self._trainer.connected_strategy.on_one_device()
-        tolerance = EXACT if alone is not None else self._tolerance(recorder)
+        tolerance = EXACT
+        if alone is None:
+            tolerance = self._tolerance(recorder)
         try:
             whole = self._on_one_device(recorder, alone, tolerance, alike=alike)
         except Exception as error:
