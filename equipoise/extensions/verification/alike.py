@@ -52,15 +52,15 @@ class DrawsAlike(DispatchMode):  # type: ignore[misc]
 def _drawn_alike(func: Any, drawn: Tensor, args: Any, options: dict[str, Any]) -> Tensor:
     """Return numbers that do not depend on the number of samples, in the place of those that were drawn."""
     name = func.overloadpacket.__name__
-    given = [arg for arg in args if isinstance(arg, Tensor)]
+    arguments = [arg for arg in args if isinstance(arg, Tensor)]
     if name == "randperm":
         return torch.arange(len(drawn))
     if name == "multinomial":
-        return given[0].topk(drawn.shape[-1], dim=-1).indices
-    if name == "normal" and given:
-        return given[0]
-    if name == "bernoulli" or (name == "bernoulli_" and len(given) > 1):
-        return given[-1] > 0.5
+        return arguments[0].topk(drawn.shape[-1], dim=-1).indices
+    if name == "normal" and arguments:
+        return arguments[0]
+    if name == "bernoulli" or (name == "bernoulli_" and len(arguments) > 1):
+        return arguments[-1] > 0.5
     # One row, whose values stand for those of all.
     torch.manual_seed(_SEED)
     row = [_first_row(arg) for arg in args] if drawn.ndim else args

@@ -56,28 +56,28 @@ class _Comparison:
     """Compares the records of a run and of one device.
 
     Attributes:
-        whole: The record of one device.
+        reference: The record of one device.
         recorded: The record of the run.
         tolerance: The largest difference that rounding causes.
     """
 
-    whole: Recorder
+    reference: Recorder
     recorded: Recorder
     tolerance: Tolerance
 
     def findings(self) -> Iterator[Finding]:
         """Yield all values in their order."""
-        if len(self.whole.steps) != len(self.recorded.steps):
+        if len(self.reference.steps) != len(self.recorded.steps):
             yield Finding("number of optimiser steps", 1, "", gap_of(0, 1))
-        before = self.whole.initial
-        pairs = list(zip(self.whole.steps, self.recorded.steps, strict=False))
+        before = self.reference.initial
+        pairs = list(zip(self.reference.steps, self.recorded.steps, strict=False))
         begin = 0
-        for number, (whole, recorded) in enumerate(pairs):
+        for number, (reference, recorded) in enumerate(pairs):
             step = number + 1
-            yield from self._of_batches(begin, whole.batch + 1, step)
-            begin = max(begin, whole.batch + 1)
-            yield from self._of_gradients(whole, recorded, step)
-            states = (self.whole.final, self.recorded.final)
+            yield from self._of_batches(begin, reference.batch + 1, step)
+            begin = max(begin, reference.batch + 1)
+            yield from self._of_gradients(reference, recorded, step)
+            states = (self.reference.final, self.recorded.final)
             if step < len(pairs):
                 states = (pairs[step][0].state, pairs[step][1].state)
             yield from self._of_state(before, *states, step)
@@ -86,30 +86,30 @@ class _Comparison:
     def _of_batches(self, begin: int, end: int, step: int) -> Iterator[Finding]:
         for number in range(begin, end):
             of_processes = [batches[number] for batches in self.recorded.batches]
-            (whole,) = (batches[number] for batches in self.whole.batches)
+            (reference,) = (batches[number] for batches in self.reference.batches)
             loss = _mean([(batch, batch.loss) for batch in of_processes])
             if loss is not None:
-                yield Finding(LOSS, step, "", gap_of(_mean([(whole, whole.loss)]), loss, self.tolerance))
-            for name, value in whole.logged.items():
+                yield Finding(LOSS, step, "", gap_of(_mean([(reference, reference.loss)]), loss, self.tolerance))
+            for name, value in reference.logged.items():
                 logged = _mean([(batch, batch.logged.get(name)) for batch in of_processes])
                 if logged is not None:
                     yield Finding(LOGGED, step, name, gap_of(torch.tensor(value), logged, self.tolerance))
 
-    def _of_gradients(self, whole: Step, recorded: Step, step: int) -> Iterator[Finding]:
-        tolerance = self.tolerance.of_gradients(whole.gradients.values())
+    def _of_gradients(self, reference: Step, recorded: Step, step: int) -> Iterator[Finding]:
+        tolerance = self.tolerance.of_gradients(reference.gradients.values())
         if all(gradient is None for gradient in recorded.gradients.values()):
             # They were used and freed in the backward.
             return
-        for name, expected in whole.gradients.items():
+        for name, expected in reference.gradients.items():
             computed = recorded.gradients.get(name)
             # Strategies fill in zeros for parameters that a step does not use.
             expected, computed = _zeros_for_none(expected, computed)
             if expected is not None:
                 yield Finding(GRADIENT, step, name, gap_of(expected, computed, tolerance))
 
-    def _of_state(self, before: Tensors, whole: Tensors, recorded: Tensors, step: int) -> Iterator[Finding]:
-        trained = {name for steps in self.whole.steps for name in steps.gradients}
-        for name, expected in whole.items():
+    def _of_state(self, before: Tensors, reference: Tensors, recorded: Tensors, step: int) -> Iterator[Finding]:
+        trained = {name for steps in self.reference.steps for name in steps.gradients}
+        for name, expected in reference.items():
             computed = recorded.get(name)
             kind = BUFFER
             if name in trained:
@@ -124,7 +124,8 @@ class _Comparison:
                 )
                 tolerance = Tolerance(tolerance.relative, rounding)
                 start = before[name].double()
-                expected, computed = expected.double() - start, computed.double() - start
+                expected = expected.double() - start
+                computed = computed.double() - start
             yield Finding(kind, step, name, gap_of(expected, computed, tolerance))
 
 
@@ -149,12 +150,12 @@ def _mean(values: list[tuple[Batch, Any]]) -> Tensor | None:
     return torch.stack([size * value for size, value in present]).sum(0) / total
 
 
-def compare(whole: Recorder, recorded: Recorder, tolerance: Tolerance) -> list[Finding]:
+def compare(reference: Recorder, recorded: Recorder, tolerance: Tolerance) -> list[Finding]:
     """Return all values of two runs in the order in which they were computed.
 
     Args:
-        whole: The run on one device.
+        reference: The run on one device.
         recorded: The user's run.
         tolerance: The largest difference that rounding causes.
     """
-    return list(_Comparison(whole, recorded, tolerance).findings())
+    return list(_Comparison(reference, recorded, tolerance).findings())

@@ -78,7 +78,7 @@ class Recorder(Callback):
         self._count = count
         self._alike = alike
         self._stepped: set[int] = set()
-        self._own: list[Batch] = []
+        self._local: list[Batch] = []
         self._module: Any = None
         self._names: dict[int, str] = {}
         self._last_state: Tensors = {}
@@ -92,7 +92,8 @@ class Recorder(Callback):
         self._module = pl_module
         # Within a step, a strategy in shards gives the module other parameters than the optimiser.
         self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
-        self.initial = self._last_state = self._state(trainer)
+        self.initial = self._state(trainer)
+        self._last_state = self.initial
         scaler = trainer.precision_in_use.scaler
         if scaler is not None:
             # The usual one begins with overflows, whose steps are left out.
@@ -122,14 +123,14 @@ class Recorder(Callback):
             with self._computing(step.batch_idx):
                 result = function(step, parts, last)
             # An optimiser with a closure computes a batch several times.
-            if len(self._own) == self._number:
+            if len(self._local) == self._number:
                 loss = result.loss
                 if loss is None and isinstance(result.outputs, Tensor):
                     loss = result.outputs
                 length = trainer.num_training_batches
                 is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
                 epoch = trainer.current_epoch
-                self._own.append(Batch(epoch, copies, sizes, on_cpu(loss), {}, length, is_last, generators))
+                self._local.append(Batch(epoch, copies, sizes, on_cpu(loss), {}, length, is_last, generators))
             return result
 
         return recorded
@@ -159,8 +160,8 @@ class Recorder(Callback):
         values = {}
         for name, value in trainer.callback_metrics.items():
             values[name] = float(value)
-        if len(self._own) > self._number:
-            self._own[-1] = self._own[-1]._replace(logged=values)
+        if len(self._local) > self._number:
+            self._local[-1] = self._local[-1]._replace(logged=values)
         if trainer.global_step > len(self.steps):
             # The optimiser has stepped in the backward.
             self.steps.append(Step(self._number, self._last_state, {}))
@@ -173,10 +174,10 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Note the last state, and gather what all processes have recorded."""
         self.final = self._state(trainer)
-        self.batches = trainer.strategy.processes.gather_objects(self._own)
+        self.batches = trainer.strategy.processes.gather_objects(self._local)
         self._module = None
         self._names = {}
-        self._own = []
+        self._local = []
 
 
 def _batch_of(part: Any) -> Any:

@@ -28,7 +28,7 @@ class RecordedLoader:
             if together[0].epoch != epoch:
                 epoch = together[0].epoch
                 self._epochs.append([])
-            self._epochs[-1].append(_whole(together))
+            self._epochs[-1].append(_joined(together))
         self._next = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -44,10 +44,12 @@ class RecordedLoader:
 class _SizedLoader(RecordedLoader):
     """The same where the number of batches of an epoch is known."""
 
-    length = 0
+    def __init__(self, batches: Sequence[Sequence[Batch]]) -> None:
+        super().__init__(batches)
+        self._length = int(batches[0][0].length)
 
     def __len__(self) -> int:
-        return self.length
+        return self._length
 
 
 def recorded_loader(recorder: Recorder) -> RecordedLoader:
@@ -57,15 +59,12 @@ def recorded_loader(recorder: Recorder) -> RecordedLoader:
         StepError: If parts of a batch cannot be put together.
     """
     batches = list(zip(*recorder.batches, strict=True))
-    length = batches[0][0].length
-    if length == float("inf"):
+    if batches[0][0].length == float("inf"):
         return RecordedLoader(batches)
-    loader = _SizedLoader(batches)
-    loader.length = int(length)
-    return loader
+    return _SizedLoader(batches)
 
 
-def _whole(together: Sequence[Batch]) -> Any:
+def _joined(together: Sequence[Batch]) -> Any:
     parts = [part for batch in together for part in batch.parts]
     if len(parts) == 1:
         return parts[0]
@@ -111,14 +110,14 @@ class Follower(Recorder):
         if number < len(self.recorded.steps):
             self._take_recorded(optimizer, self.steps[-1], self.recorded.steps[number])
 
-    def _take_recorded(self, optimizer: Any, own: Step, recorded: Step) -> None:
-        allowed = self._tolerance.of_gradients(own.gradients.values())
+    def _take_recorded(self, optimizer: Any, computed_here: Step, recorded: Step) -> None:
+        allowed = self._tolerance.of_gradients(computed_here.gradients.values())
         for parameter in optimizer_parameters(optimizer):
             name = self._names[id(parameter)]
             gradient = recorded.gradients.get(name)
             if gradient is None or parameter.grad is None:
                 continue
-            if not gap_of(own.gradients[name], gradient, allowed):
+            if not gap_of(computed_here.gradients[name], gradient, allowed):
                 parameter.grad.copy_(gradient)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -148,9 +148,11 @@ class _Trials:
         self._make = make
         self._request = request
         self._steps = steps
-        given = trainer.constructor_arguments
+        arguments = trainer.constructor_arguments
         # Those on which learning rates may depend; `Recorder` ends the runs.
-        self._limits = {name: given[name] for name in ("max_epochs", "max_steps") if given.get(name) is not None}
+        self._limits = {
+            name: arguments[name] for name in ("max_epochs", "max_steps") if arguments.get(name) is not None
+        }
 
     def result(self, *, alike: bool) -> Verification:
         """Return the comparison of both."""
@@ -169,14 +171,17 @@ class _Trials:
         if alone is None:
             tolerance = self._tolerance(recorder)
         try:
-            whole = self._on_one_device(recorder, alone, tolerance, alike=alike)
+            reference = self._on_one_device(recorder, alone, tolerance, alike=alike)
         except Exception as error:
             # It may have too little memory, or batches of processes cannot be put together.
             first_line = str(error).partition("\n")[0]
             return Verification(reason=f"there the steps fail ({type(error).__name__}: {first_line}).")
 
         # 3. What differs.
-        result = Verification(len(recorder.steps), compare(whole, recorder, tolerance), to_the_bit=alone is not None)
+        result = Verification(
+            len(recorder.steps), compare(reference, recorder, tolerance), to_the_bit=alone is not None
+        )
+        # What to do depends on what the trainer has turned on.
         if result.difference is not None:
             result.remedy = remedy_for(
                 result.difference, self._trainer, self._request.module, to_the_bit=result.to_the_bit
@@ -195,9 +200,9 @@ class _Trials:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if alone is not None:
-                whole = Recorder(self._steps, alike=alike)
-                self._run(**options, callbacks=[whole])
-                return whole
+                reference = Recorder(self._steps, alike=alike)
+                self._run(**options, callbacks=[reference])
+                return reference
             follower = Follower(recorder, tolerance, alike=alike)
             self._run(recorded_loader(recorder), **_WAYS, **options, callbacks=[follower])
             return follower
@@ -226,7 +231,9 @@ class _Trials:
                 train = recorded
                 vars(module).update(_PREPARED)
             if recorded is not None and datamodule is not None:
-                datamodule, train = copy(datamodule), None
+                # Its other methods may be called by the module.
+                datamodule = copy(datamodule)
+                train = None
                 vars(datamodule).update(_PREPARED, train_dataloader=lambda: recorded)
             trial = trainer_like(self._trainer, self._make, **{"verify": 0, **self._limits, **changed})
             trial.fit(module, train, datamodule=datamodule)
