@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -136,8 +136,7 @@ def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Ver
     if second.reason is not None:
         result.remedy += f" Whether random numbers are the cause cannot be told: {second.reason}"
         return result
-    second.draws = True
-    return second
+    return replace(second, draws=True)
 
 
 class _Trials:

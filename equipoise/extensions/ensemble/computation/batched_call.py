@@ -461,7 +461,8 @@ def _are_close(expected: Any, computed: Any) -> bool:
     _, right = extract_tensors(computed)
     if len(left) != len(right):
         return False
-    return all(map(_is_close, left, right))
+    are_close = map(_is_close, left, right)
+    return all(are_close)
 
 
 def _is_close(left: Tensor, right: Tensor) -> bool:
@@ -470,7 +471,8 @@ def _is_close(left: Tensor, right: Tensor) -> bool:
     share = 0.0
     if left.is_floating_point():
         # Sums of many terms are rounded in another order.
-        share = torch.finfo(left.dtype).eps ** (2 / 3)
+        precision = torch.finfo(left.dtype)
+        share = precision.eps ** (2 / 3)
     tolerance = Tolerance(share, 0.0)
     return not gap_of(left, right, tolerance)
 

@@ -73,8 +73,10 @@ class SharedState:
             return text
 
         # 2. Other ones.
-        digests = repr(list(map(_digest_of, present)))
-        digest = hashlib.sha256(digests.encode()).hexdigest()
+        digests = list(map(_digest_of, present))
+        text_of_digests = repr(digests)
+        encoded = text_of_digests.encode()
+        digest = hashlib.sha256(encoded).hexdigest()
         return f"{text} with gradients that it has changed (digest {digest[:12]})"
 
     def changes_of_groups(self) -> str:
@@ -113,10 +115,14 @@ def _digest_of(gradient: Tensor | None) -> str:
     gradient = gradient.detach()
     if gradient.layout is torch.sparse_coo:
         gradient = gradient.coalesce()
-    digest = hashlib.sha256(f"{gradient.dtype} {tuple(gradient.shape)}".encode())
+    shape = tuple(gradient.shape)
+    kind = f"{gradient.dtype} {shape}"
+    digest = hashlib.sha256(kind.encode())
     for member in dense_members(gradient):
         values = member.resolve_conj().resolve_neg()
-        flat = values.contiguous().reshape(-1)
-        array = flat.view(torch.uint8).numpy(force=True)
+        values = values.contiguous()
+        flat = values.reshape(-1)
+        as_bytes = flat.view(torch.uint8)
+        array = as_bytes.numpy(force=True)
         digest.update(array.data)
     return digest.hexdigest()
