@@ -149,9 +149,8 @@ class _Trials:
         self._steps = steps
         arguments = trainer.constructor_arguments
         # Those on which learning rates may depend; `Recorder` ends the runs.
-        self._limits = {
-            name: arguments[name] for name in ("max_epochs", "max_steps") if arguments.get(name) is not None
-        }
+        limits = {name: arguments.get(name) for name in ("max_epochs", "max_steps")}
+        self._limits = {name: limit for name, limit in limits.items() if limit is not None}
 
     def result(self, *, alike: bool) -> Verification:
         """Return the comparison of both."""
@@ -176,16 +175,15 @@ class _Trials:
             first_line = str(error).partition("\n")[0]
             return Verification(reason=f"there the steps fail ({type(error).__name__}: {first_line}).")
 
-        # 3. What differs.
-        result = Verification(
-            len(recorder.steps), compare(reference, recorder, tolerance), to_the_bit=alone is not None
-        )
-        # What to do depends on what the trainer has turned on.
-        if result.difference is not None:
-            result.remedy = remedy_for(
-                result.difference, self._trainer, self._request.module, to_the_bit=result.to_the_bit
-            )
-        return result
+        # 3. What differs. A remedy depends on what the trainer has turned on.
+        findings = compare(reference, recorder, tolerance)
+        is_exact = alone is not None
+        result = Verification(len(recorder.steps), findings, to_the_bit=is_exact)
+        difference = result.difference
+        if difference is None:
+            return result
+        remedy = remedy_for(difference, self._trainer, self._request.module, to_the_bit=is_exact)
+        return replace(result, remedy=remedy)
 
     def _on_one_device(
         self, recorder: Recorder, alone: Strategy | None, tolerance: Tolerance, *, alike: bool

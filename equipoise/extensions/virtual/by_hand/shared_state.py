@@ -77,7 +77,8 @@ class SharedState:
         text_of_digests = repr(digests)
         encoded = text_of_digests.encode()
         digest = hashlib.sha256(encoded).hexdigest()
-        return f"{text} with gradients that it has changed (digest {digest[:12]})"
+        beginning = digest[:12]
+        return f"{text} with gradients that it has changed (digest {beginning})"
 
     def changes_of_groups(self) -> str:
         """Return the same for groups alone, such as their learning rate."""
@@ -118,7 +119,8 @@ def _digest_of(gradient: Tensor | None) -> str:
     shape = tuple(gradient.shape)
     kind = f"{gradient.dtype} {shape}"
     digest = hashlib.sha256(kind.encode())
-    for member in dense_members(gradient):
+    members = dense_members(gradient)
+    for member in members:
         values = member.resolve_conj().resolve_neg()
         values = values.contiguous()
         flat = values.reshape(-1)

@@ -149,7 +149,8 @@ class Trials:
         of_gradients = tolerance.of_gradients(self._expected)
         compared = [("the loss", loss, loss.detach())]
         for name, parameter in cut.named_parameters():
-            compared.append((f"the gradient of {name}", parameter, gradient_of(parameter)))
+            gradient = gradient_of(parameter)
+            compared.append((f"the gradient of {name}", parameter, gradient))
         for (name, tensor, value), expected in zip(compared, self._expected, strict=True):
             gap = gap_of(expected, value, of_gradients)
             # Rounding causes less.
