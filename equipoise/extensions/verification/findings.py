@@ -145,9 +145,13 @@ def _mean(values: list[tuple[Batch, Any]]) -> Tensor | None:
     total = sum(size for size, _ in present)
     if not total:
         return None
-    if all(torch.equal(value, present[0][1]) for _, value in present):
-        return present[0][1]
-    return torch.stack([size * value for size, value in present]).sum(0) / total
+    _, first = present[0]
+    are_equal = [torch.equal(value, first) for _, value in present]
+    if all(are_equal):
+        return first
+    weighted = [size * value for size, value in present]
+    stacked = torch.stack(weighted)
+    return stacked.sum(0) / total
 
 
 def compare(reference: Recorder, recorded: Recorder, tolerance: Tolerance) -> list[Finding]:
@@ -158,4 +162,6 @@ def compare(reference: Recorder, recorded: Recorder, tolerance: Tolerance) -> li
         recorded: The user's run.
         tolerance: The largest difference that rounding causes.
     """
-    return list(_Comparison(reference, recorded, tolerance).findings())
+    comparison = _Comparison(reference, recorded, tolerance)
+    findings = comparison.findings()
+    return list(findings)

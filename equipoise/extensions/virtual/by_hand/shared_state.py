@@ -121,7 +121,8 @@ def _digest_of(gradient: Tensor | None) -> str:
     digest = hashlib.sha256(kind.encode())
     members = dense_members(gradient)
     for member in members:
-        values = member.resolve_conj().resolve_neg()
+        values = member.resolve_conj()
+        values = values.resolve_neg()
         values = values.contiguous()
         flat = values.reshape(-1)
         as_bytes = flat.view(torch.uint8)

@@ -150,7 +150,9 @@ class Trials:
         compared = [("the loss", loss, loss.detach())]
         for name, parameter in cut.named_parameters():
             gradient = gradient_of(parameter)
-            compared.append((f"the gradient of {name}", parameter, gradient))
+            what = f"the gradient of {name}"
+            entry = (what, parameter, gradient)
+            compared.append(entry)
         for (name, tensor, value), expected in zip(compared, self._expected, strict=True):
             gap = gap_of(expected, value, of_gradients)
             # Rounding causes less.
