@@ -50,10 +50,15 @@ def show_verification(arguments: Sequence[str], folders: Sequence[Path]) -> int:
         values["trainer"]["default_root_dir"] = temporary
         trainer = build_trainer(values)
         request = Request(TrainerFn.FITTING, module, datamodule=data)
-        result = verify(trainer, type(trainer), request, flags.get("--steps", _STEPS))
+        # The trainers of both runs are made as this one is.
+        make = type(trainer)
+        steps = flags.get("--steps", _STEPS)
+        result = verify(trainer, make, request, steps)
     # 2. The results.
     if "--json" in flags:
-        print(json.dumps({"equal": result.difference is None, "sentence": result.sentence, "rows": _rows(result)}))
+        rows = _rows(result)
+        content = {"equal": result.difference is None, "sentence": result.sentence, "rows": rows}
+        print(json.dumps(content))
     else:
         _print(result)
     return int(result.difference is not None)

@@ -69,7 +69,9 @@ def _joined(together: Sequence[Batch]) -> Any:
     if len(parts) == 1:
         return parts[0]
     sizes = [size for batch in together for size in batch.sizes]
-    return gather(parts, sizes, torch.device("cpu"))
+    # They go to the device as any batch does.
+    cpu = torch.device("cpu")
+    return gather(parts, sizes, cpu)
 
 
 class Follower(Recorder):

@@ -118,7 +118,8 @@ def _digest_of(gradient: Tensor | None) -> str:
         gradient = gradient.coalesce()
     shape = tuple(gradient.shape)
     kind = f"{gradient.dtype} {shape}"
-    digest = hashlib.sha256(kind.encode())
+    encoded = kind.encode()
+    digest = hashlib.sha256(encoded)
     members = dense_members(gradient)
     for member in members:
         values = member.resolve_conj()
