@@ -10,7 +10,7 @@ The trainer never asks which strategy it has. A batch goes through a strategy in
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes
-from equipoise.parallel.divergence.replicated import Replicated
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.optimizers.clipping import clip_by_value
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
@@ -31,6 +30,9 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
+
+if TYPE_CHECKING:
+    from equipoise.parallel.divergence.replicated import Replicated
 
 __all__ = ["Strategy", "Transfer", "splitter_of"]
 
@@ -174,11 +176,13 @@ class Strategy:
     def sync_buffers(self) -> None:
         """Make the module the same in all processes, where training lets it differ."""
 
-    def replicated_tensors(self) -> Replicated:
+    def replicated_tensors(self) -> "Replicated":
         """Return the tensors that several processes hold alike, which are compared in the course of a fit.
 
         By default there are none: then nothing is compared. All processes call it together.
         """
+        from equipoise.parallel.divergence.replicated import Replicated
+
         # The processes of a strategy by others may take steps of their own.
         return Replicated()
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.autograd import gradients_here
+from equipoise.interop.distributed.backward_calls import gradients_here
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 from equipoise.parallel.equality import gap_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state

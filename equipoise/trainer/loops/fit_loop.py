@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.interop.lightning.classes import takes_iterator
-from equipoise.parallel.divergence.replicated import Replicated
-from equipoise.strategies.distributed.window_totals import reading_waits
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.monitors import check_monitors
@@ -185,10 +183,13 @@ class FitLoop:
 
     def _begin_replica_check(self) -> None:
         strategy = self.context.strategy
-        if strategy.replicated_tensors() == Replicated():
+        if strategy.processes.world_size == 1:
             return
         from equipoise.parallel.divergence.replica_check import ReplicaCheck
+        from equipoise.parallel.divergence.replicated import Replicated
 
+        if strategy.replicated_tensors() == Replicated():
+            return
         self.replica_check = ReplicaCheck(strategy.replicated_tensors, strategy.processes, self.context.global_step)
         self.fit.await_step(True)
 
@@ -329,7 +330,8 @@ class FitLoop:
         """Compare replicas after the first step, or leave it to the next comparison where the step would wait."""
         assert self.replica_check is not None
         self.replica_check.note(self.context.global_step)
-        if not reading_waits(self.context.strategy.root_device):
+        # On a GPU the host would wait for the digests.
+        if self.context.strategy.root_device.type == "cpu":
             self.replica_check.compare_noted()
 
     def _end_epoch(self) -> None:

@@ -9,9 +9,8 @@ from torch.autograd import grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
 from equipoise.interop.torch.autograd import (
-    BackwardCall,
-    intercept_backwards,
     is_changed,
     is_in_backward,
     next_node_number,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from equipoise.extensions.compiled.comparison.outcome import Outcome, Result, results_of
-from equipoise.interop.torch.autograd import gradients_here
+from equipoise.interop.distributed.backward_calls import gradients_here
 from equipoise.interop.torch.modules import has_module_hooks
 from equipoise.parallel.equality import Tolerance, tolerance_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state

@@ -17,6 +17,7 @@ from equipoise.extensions.fsdp.within_steps.seen_parameters import (
     hook_whole,
 )
 from equipoise.extensions.fsdp.within_steps.whole_results import sum_gradient
+from equipoise.interop.distributed.backward_calls import is_summed
 from equipoise.interop.distributed.fully_sharded import (
     follow_backwards,
     follow_gathering,
@@ -24,7 +25,6 @@ from equipoise.interop.distributed.fully_sharded import (
     reduce_at_the_end,
     shards_and_wholes,
 )
-from equipoise.interop.torch.autograd import is_summed
 from equipoise.interop.torch.dispatch import change_class
 
 __all__ = ["UserSteps"]

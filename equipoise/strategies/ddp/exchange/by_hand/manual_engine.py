@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.interop.adapters import check_feature
-from equipoise.interop.torch.autograd import BackwardCall, intercept_backwards, is_in_backward
+from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
+from equipoise.interop.torch.autograd import is_in_backward
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
 from equipoise.parallel.optimizers.gradient_marks import mark_exchanged, mark_scaled, scaling_of

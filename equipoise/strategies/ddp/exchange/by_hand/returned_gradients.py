@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from equipoise.interop.torch.autograd import BackwardCall
+from equipoise.interop.distributed.backward_calls import BackwardCall
 from equipoise.parallel.optimizers.gradient_marks import mark_exchanged
 from equipoise.strategies.ddp.exchange.by_hand.digests import agree, digest
 from equipoise.strategies.ddp.exchange.by_hand.means import Share, mean_of, mean_with_graph, passes_mean
