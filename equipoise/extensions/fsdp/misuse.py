@@ -20,6 +20,8 @@ __all__ = ["explained"]
 
 # A part of torch's message.
 _SIGN = "mixed torch.Tensor and DTensor"
+# A part of torch's message about the memory of a gathered weight, which was freed.
+_FREED = "setStorage"
 # Words of which one is in torch's messages about sizes that do not go together.
 _SIZES = ("shape", "size", "dim")
 
@@ -36,7 +38,7 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
         sharded: The module in shards.
 
     Raises:
-        StepError: If a weight of a unit was used outside of its forward.
+        StepError: If a weight of a unit was used outside of its forward, or a graph whose weights were freed.
         ConfigurationError: If a layer has received a part where it takes a whole, or the reverse.
     """
     try:
@@ -45,6 +47,11 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
         if _SIGN in str(error):
             name = _name_of_weight(error, sharded.module)
             raise StepError(_message(name, sharded)) from error
+        if _FREED in str(error):
+            raise StepError(
+                "A backward needs weights that an earlier backward through the same graph has freed, under"
+                " strategy='fsdp'. Add up the losses and run one backward, or compute the forward once more."
+            ) from error
         is_about_sizes = any(word in str(error) for word in _SIZES)
         cut: Any = next(filter(is_cut, sharded.module.parameters()), None)
         if is_about_sizes and cut is not None:

@@ -174,6 +174,13 @@ class ShardedSteps:
     def _run_by_hand(self, step: TrainingStep, batch: Any) -> StepResult:
         """Run a step of manual optimisation, in which the user runs backwards and steps optimisers."""
         self._sharded.free_gathered()
+        weight = step.weight_of(batch)
+        self._weight.send(weight)
+
+        def relative_weight() -> float:
+            return weight * self._processes.world_size / float(self._weight.total())
+
+        self._sharded.steps.weigh(relative_weight)
         with explained(self._sharded), self._calls.watched():
             return step(batch)
 

@@ -1,7 +1,7 @@
 """The user's steps of a module in shards, in which parameters are read and changed as on one device."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ from equipoise.interop.torch.dispatch import change_class
 __all__ = ["UserSteps"]
 
 
+def _equal() -> float:
+    return 1.0
+
+
 class UserSteps:
     """Follows torch's gathering and freeing of weights, and what the user's steps do between them.
 
@@ -50,6 +54,8 @@ class UserSteps:
         self._by_hand = by_hand
         self.processes = processes
         self.is_in_step = False
+        # Returns the weight of this process's samples, relative to the mean over the processes.
+        self._relative_weight: Callable[[], float] = _equal
         # Ends the time in which units keep their weights, since the graph of a backward needs them.
         self._end_keeping: Callable[[], None] | None = None
         self.switches = RootSwitches(self._root)
@@ -106,6 +112,14 @@ class UserSteps:
                 self.hooks.append(part.register_forward_pre_hook(gather_root))
 
     # The steps.
+
+    def weigh(self, relative_weight: Callable[[], float]) -> None:
+        """Weigh the gradients of a step by hand, and those of the hooks after it.
+
+        Args:
+            relative_weight: Returns the weight of this process's samples, relative to the mean over the processes.
+        """
+        self._relative_weight = cache(relative_weight)
 
     def watched(self, step: Callable[..., Any], *, is_training: bool) -> Callable[..., Any]:
         """Return a step within which shards are gathered where they are computed with.
@@ -178,10 +192,11 @@ class UserSteps:
         parameter.note_freed()
 
     def _exchange_returned(self, parameter: Seen, gradient: Tensor) -> Tensor | None:
-        """Return the mean gradient of all processes where `torch.autograd.grad` returns it; None elsewhere."""
+        """Return the mean gradient of all processes where `torch.autograd.grad` returns it; elsewhere it is weighed."""
         node = torch.autograd.graph.get_gradient_edge(parameter.whole).node
         if is_summed(node):
-            return None
+            weight = self._relative_weight()
+            return None if weight == 1 else gradient * weight
         if torch.is_grad_enabled():
             raise StepError(
                 f"{_RETURNED} with create_graph=True, but the exchange of gradients has no graph. Take the penalty of"
@@ -205,7 +220,7 @@ class UserSteps:
                 " known after it. Return the loss, change gradients in `on_after_backward` or"
                 " `on_before_optimizer_step`, or optimise by hand."
             )
-        return sum_gradient(gradient, shard) / self.processes
+        return sum_gradient(gradient * self._relative_weight(), shard) / self.processes
 
 
 _RETURNED = "Under strategy='fsdp' `torch.autograd.grad` was asked for gradients of parameters"
