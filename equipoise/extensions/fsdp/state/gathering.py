@@ -96,7 +96,8 @@ def _joined(part: Tensor, dimension: int, length: int, group: dist.ProcessGroup)
     shape = list(part.shape)
     shape[dimension] = sizes[0]
     sent = part.new_zeros(shape)
-    sent.narrow(dimension, 0, part.shape[dimension]).copy_(part)
+    beginning = sent.narrow(dimension, 0, part.shape[dimension])
+    beginning.copy_(part)
     received = [torch.empty_like(sent) for _ in sizes]
     if sent.numel():
         messages = [message.view(torch.uint8) for message in received]

@@ -151,7 +151,8 @@ class ShardedState(PortableState):
         for number, state in content["state"].items():
             portable = {}
             for key, value in state.items():
-                portable[key] = self._value(f"optimizer_states/{place}/{number}/{key}", value)
+                name = f"optimizer_states/{place}/{number}/{key}"
+                portable[key] = self._value(name, value)
             states[number] = portable
         return {**content, "state": states}
 
@@ -163,7 +164,10 @@ class ShardedState(PortableState):
         states = {}
         for number, values in state["state"].items():
             parameter = parameter_of.get(number)
-            states[number] = {key: shard_like(parameter, value) for key, value in values.items()}
+            shards = {}
+            for key, value in values.items():
+                shards[key] = shard_like(parameter, value)
+            states[number] = shards
         optimizer.load_state_dict({**state, "state": states})
 
     def gradients(self, optimizers: Sequence[Optimizer], *, window_is_open: bool) -> list[Tensor | None]:

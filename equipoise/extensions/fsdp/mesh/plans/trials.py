@@ -176,8 +176,9 @@ def _shown(module: nn.Module, logged: Sequence[Any]) -> dict[str, Tensor]:
     for index, entry in enumerate(logged):
         # Metrics are computed later.
         if isinstance(entry.value, Tensor | int | float):
+            what = f"the logged value {entry.name!r} ({index})"
             value = torch.as_tensor(entry.value)
-            shown[f"the logged value {entry.name!r} ({index})"] = value.detach()
+            shown[what] = value.detach()
     for name, buffer in module.named_buffers():
         shown[f"the buffer {name!r}"] = buffer.detach()
     return shown
@@ -241,7 +242,8 @@ def attempt(function: Callable[[], T], leave: Callable[[], None] | None = None) 
         failure = _Failure(False, str(error))
     except Exception as error:
         first_line, _, _ = str(error).partition("\n")
-        failure = _Failure(follows_from_another(error), f"{type(error).__name__}: {first_line}")
+        message = f"{type(error).__name__}: {first_line}"
+        failure = _Failure(follows_from_another(error), message)
     if failure is not None and leave is not None:
         leave()
     failures = [of_process for of_process in gather_objects(failure) if of_process is not None]
