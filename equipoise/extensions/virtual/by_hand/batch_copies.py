@@ -161,8 +161,10 @@ def _laid_out(memory: _Memory, device: torch.device) -> dict[int, Tensor]:
         return dict.fromkeys(places, content.to(device))
     fresh = torch.empty(offset + len(content), dtype=torch.uint8, device=device)
     fresh[offset:] = content
+    storage = fresh.untyped_storage()
     tensors = {}
     for identity, (element, dtype, shape, stride) in places.items():
         tensor = torch.empty(0, dtype=dtype, device=device)
-        tensors[identity] = tensor.set_(fresh.untyped_storage(), element, shape, stride)
+        tensor.set_(storage, element, shape, stride)
+        tensors[identity] = tensor
     return tensors

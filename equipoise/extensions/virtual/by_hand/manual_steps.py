@@ -135,10 +135,12 @@ class ManualSteps(PartSteps):
             view.leave()
             views.append(view)
             steps.append(partial(self._run_whole, number, part))
+        # The first part runs in this thread.
         while len(self._threads) < self._end - self._first - 1:
             thread = StepThread(f"equipoise-part-{len(self._threads) + 1}")
             self._threads.append(thread)
-        self._turns = Turns(self._threads[: len(parts) - 1], views, shared, self._meeting)
+        threads = self._threads[: len(parts) - 1]
+        self._turns = Turns(threads, views, shared, self._meeting)
         try:
             self._turns.run(steps)
         except BaseException:
@@ -223,7 +225,8 @@ class ManualSteps(PartSteps):
         if self._numbers:
             present = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             foreach.multiply_(present, self._factors[index])
-            self._tree.add(self._numbers[index], take_gradients(self._parameters))
+            gradients = take_gradients(self._parameters)
+            self._tree.add(self._numbers[index], gradients)
         give_gradients(self._parameters, earlier)
         if index + 1 >= len(self._numbers):
             for number in range(self._first + len(self._numbers), self._end):
@@ -305,7 +308,11 @@ class ManualSteps(PartSteps):
         """Make a call for all parts, if it is the same in all parts of all processes."""
         labels = []
         for index, call in enumerate(calls):
-            labels.append(self._endings[index] if call is None else call.label)
+            if call is None:
+                labels.append(self._endings[index])
+            else:
+                labels.append(call.label)
+        # Without samples, this process has run the first part, which another process counts.
         own_labels = labels[: len(self._numbers)]
         gathered = self._processes.gather_objects((own_labels, self._tree.forms(), self._reports))
         of_all = [label for labels_of_process, _, _ in gathered for label in labels_of_process]
@@ -324,6 +331,8 @@ class ManualSteps(PartSteps):
 
 
 def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
     if isinstance(value, list):
         return value
-    return [] if value is None else [value]
+    return [value]
