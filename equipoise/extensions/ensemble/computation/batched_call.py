@@ -272,12 +272,14 @@ class BatchedCall:
 
         def compute(tensors: Sequence[Tensor]) -> list[Tensor]:
             nonlocal output_tree
-            _register(slots, tensors[:count])
+            tensors_of_network = tensors[:count]
+            inputs = tensors[count:]
+            _register(slots, tensors_of_network)
             try:
-                args, kwargs = _arguments(calls.tree, tensors[count:])
+                args, kwargs = _arguments(calls.tree, inputs)
                 with self._computing.of(0), disable_saved_tensors_hooks(_SAVES_OTHERWISE):
                     output = self._forward(self._network, *args, **kwargs)
-                _check_registered(slots, tensors[:count])
+                _check_registered(slots, tensors_of_network)
             finally:
                 _register(slots, self._own_tensors)
             # The usual output is a tensor.
