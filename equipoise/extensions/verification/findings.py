@@ -89,11 +89,14 @@ class _Comparison:
             (reference,) = (batches[number] for batches in self.reference.batches)
             loss = _mean([(batch, batch.loss) for batch in of_processes])
             if loss is not None:
-                yield Finding(LOSS, step, "", gap_of(_mean([(reference, reference.loss)]), loss, self.tolerance))
+                expected = _mean([(reference, reference.loss)])
+                gap = gap_of(expected, loss, self.tolerance)
+                yield Finding(LOSS, step, "", gap)
             for name, value in reference.logged.items():
                 logged = _mean([(batch, batch.logged.get(name)) for batch in of_processes])
                 if logged is not None:
-                    yield Finding(LOGGED, step, name, gap_of(torch.tensor(value), logged, self.tolerance))
+                    gap = gap_of(torch.tensor(value), logged, self.tolerance)
+                    yield Finding(LOGGED, step, name, gap)
 
     def _of_gradients(self, reference: Step, recorded: Step, step: int) -> Iterator[Finding]:
         tolerance = self.tolerance.of_gradients(reference.gradients.values())

@@ -149,9 +149,13 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note weights and gradients before a step; all processes call this."""
         gradients = trainer.strategy.portable.gradients([optimizer], window_is_open=True)
-        by_name = {}
+        by_name: dict[str, Any] = {}
         for parameter, gradient in zip(optimizer_parameters(optimizer), gradients, strict=False):
-            by_name[self._names[id(parameter)]] = on_cpu(gradient) if trainer.is_global_zero else None
+            name = self._names[id(parameter)]
+            by_name[name] = None
+            # Those of the main process are compared.
+            if trainer.is_global_zero:
+                by_name[name] = on_cpu(gradient)
         self.steps.append(Step(self._number, self._state(trainer), by_name))
         self._stepped.add(self._number)
 
