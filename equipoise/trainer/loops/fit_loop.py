@@ -91,13 +91,12 @@ class FitLoop:
     # One run.
 
     def begin_run(self, context: "RunContext") -> None:
-        """Forget the loaders of earlier runs."""
+        """Forget what belongs to earlier runs."""
         self.context = context
         self.later_files = set()
         self.last_writes = {}
-        self.fit.forget_switches()
-        self.fit.hook_state = self.hook_state = HookState(context, self.fit.data, self.val_loop)
-        self.fit.data.forget()
+        self.hook_state = HookState(context, self.fit.data, self.val_loop)
+        self.fit.begin_run(self.hook_state)
 
     def note_later_files(self, paths: set[str]) -> None:
         """Note the checkpoints that are newer than the one that this run resumes from."""

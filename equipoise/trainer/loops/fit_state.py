@@ -99,9 +99,15 @@ class FitState(SentState):
         """
         self.left = left
 
-    def forget_switches(self) -> None:
-        """Forget what earlier runs have turned in their modules."""
+    def begin_run(self, hook_state: HookState) -> None:
+        """Forget the switches and the loaders of earlier runs, and what their hooks have set.
+
+        Args:
+            hook_state: State that the hooks of this run will set.
+        """
         self.switches = Switches()
+        self.hook_state = hook_state
+        self.data.forget()
 
     def note_validation(self, *, in_epoch: bool) -> None:
         """Note whether a validation has begun in the present epoch."""

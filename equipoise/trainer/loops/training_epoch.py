@@ -103,8 +103,7 @@ class TrainingEpoch:
         for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
             # 1. Count the batch, and copy it to the devices, in parts.
             index += 1
-            counts.ready = index + 1
-            progress.is_last_batch = index + 1 == stream.length
+            progress.reach(index, stream.length)
             if before_transfer is not None:
                 before_transfer(index)
             parts = place(batch, transfer)
@@ -136,7 +135,7 @@ class TrainingEpoch:
             del outputs, batch, parts
             # 5. Logs, validation, reasons to stop.
             logs.end_batch()
-            counts.completed = index + 1
+            counts.complete()
             if after_batch(index, last, ends):
                 return
         self._end_early(index)

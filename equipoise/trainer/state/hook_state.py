@@ -19,7 +19,9 @@ from torchmetrics import Metric
 from equipoise.interop.torch.modules import uncompiled_name
 from equipoise.notices import is_of_library, rank_zero_warn
 from equipoise.parallel.snapshot.generators import linked
-from equipoise.parallel.snapshot.plain.state import PlainState, Root, State, differing, restore
+from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.restoring import differing, restore
+from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.parallel.snapshot.plain.values import LARGEST
 from equipoise.trainer.hooks.hooks import state_key_of
 

@@ -143,6 +143,16 @@ class BatchProgress(Progress):
         super().begin()
         self.is_last_batch = False
 
+    def reach(self, index: int, length: float | None) -> None:
+        """Count a batch as ready, with those before it, and set whether it is the last.
+
+        Args:
+            index: Its index, from 0.
+            length: The number of batches; None if it is not known.
+        """
+        self.current.ready = index + 1
+        self.is_last_batch = self.current.ready == length
+
     def mark_last(self, is_last_batch: bool) -> None:
         """Set whether the present batch is the last."""
         self.is_last_batch = is_last_batch

@@ -164,7 +164,7 @@ def test_a_loader_is_not_asked_for_a_batch_beyond_its_length(make: Any, options:
 
 
 def test_processes_ask_their_loaders_for_no_batch_beyond_their_lengths() -> None:
-    """Where one has more batches, the other takes part without one."""
+    """The process with fewer batches takes part in the last step without one."""
     module = Small()
     run = trainer(strategy="ddp", devices=2, max_epochs=2, use_distributed_sampler=False)
     run.fit(module, datamodule=OfRank())

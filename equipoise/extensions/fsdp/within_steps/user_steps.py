@@ -187,7 +187,10 @@ class UserSteps:
         gathered.requires_grad_(True)
         hook_whole(gathered, partial(self._exchange_returned, parameter))
         if self._by_hand:
-            nn.Parameter.register_post_accumulate_grad_hook(gathered, lambda _: reduce_at_the_end(self._root))  # type: ignore[no-untyped-call]
+            nn.Parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                gathered,
+                lambda _: reduce_at_the_end(self._root),
+            )
         gathered.requires_grad_(requires_grad)
         parameter.note_freed()
 

@@ -89,7 +89,10 @@ def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, processe
             return leaf
         if id(leaf) not in copies:
             has_graph = torch.is_grad_enabled() and leaf.requires_grad
-            tensor = _Gather.apply(leaf, processes) if has_graph else gather_whole(leaf)  # type: ignore[no-untyped-call]
+            if has_graph:
+                tensor = _Gather.apply(leaf, processes)  # type: ignore[no-untyped-call]
+            else:
+                tensor = gather_whole(leaf)
             copies[id(leaf)] = (leaf, tensor, version_of(tensor))
         return copies[id(leaf)][1]
 

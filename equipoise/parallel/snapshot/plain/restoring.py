@@ -1,0 +1,103 @@
+"""The return of changes into the objects of another run, and what cannot return."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.parallel.snapshot.generators import is_generator, set_generator_state
+from equipoise.parallel.snapshot.plain.copies import copied
+from equipoise.parallel.snapshot.plain.paths import Root, Step, entry_of, find, text_of
+from equipoise.parallel.snapshot.plain.state import State
+
+__all__ = ["differing", "restore"]
+
+_CPU = torch.device("cpu")
+
+
+def restore(roots: Mapping[str, Root], state: State, device: torch.device) -> None:
+    """Bring changes back.
+
+    Args:
+        roots: The objects, by the names that they had.
+        state: The changes.
+        device: The device of tensors that were not on the CPU, if there is none in their place.
+    """
+    for path, value, is_elsewhere in state.get("values", ()):
+        *path_of_owner, step = path
+        owner = find(roots, path_of_owner)
+        if owner is None:
+            continue
+        # The changes may be brought back again: what returns is a copy.
+        if is_elsewhere:
+            _put(owner, step, copied(value, device))
+        else:
+            _put(owner, step, copied(value, _CPU))
+    for path, generator_state in state.get("generators", ()):
+        generator = find(roots, path)
+        if is_generator(generator):
+            set_generator_state(generator, generator_state)
+
+
+def differing(roots: Mapping[str, Root], state: State) -> Iterator[tuple[str, str]]:
+    """Yield what changes cannot bring back in the present roots: objects that lack, or are of another class.
+
+    Yields:
+        The name of the root, and the place.
+    """
+    # Each place once, although many changes may belong into one object.
+    places: dict[str, str] = {}
+    # 1. Objects that lack: values and generators have nowhere to go.
+    for kind in ("values", "generators"):
+        for path, *_ in state.get(kind, ()):
+            path_of_owner = path[:-1]
+            if find(roots, path_of_owner) is None:
+                place = text_of(path_of_owner)
+                places[place] = path[0]
+    # 2. Objects that no file holds, and that this run has not created likewise.
+    for path, class_name in state.get("objects", ()):
+        present = find(roots, path)
+        if type(present).__qualname__ != class_name:
+            place = text_of(path)
+            places[place] = path[0]
+    # 3. A root that lacks has been left out by the user.
+    for place, name in places.items():
+        if name in roots:
+            yield name, place
+
+
+def _put(owner: Any, step: Step, value: Any) -> None:
+    """Put a value into an attribute or item; what holds it in place keeps its identity where that is possible."""
+    container, key = entry_of(owner, step)
+    try:
+        present = container[key]
+    except LookupError:
+        present = None
+    # Others may refer to the present object, so its contents change rather than the object.
+    if _refill(present, value):
+        return
+    # Items of a tuple cannot be replaced.
+    if not isinstance(container, tuple):
+        container[key] = value
+
+
+def _refill(present: Any, value: Any) -> bool:
+    """Change the contents of a tensor or container, and return whether that was possible."""
+    if isinstance(present, Tensor) and isinstance(value, Tensor):
+        is_alike = present.shape == value.shape and present.dtype == value.dtype
+        # Torch refuses writes to an inference tensor outside of inference mode.
+        if not is_alike or present.is_inference():
+            return False
+        present.detach().copy_(value)
+        return True
+    if isinstance(present, dict | set) and isinstance(value, dict | set):
+        present.clear()
+        present.update(value)
+        return True
+    if isinstance(present, list | deque) and isinstance(value, list | deque):
+        present.clear()
+        present.extend(value)
+        return True
+    return False
