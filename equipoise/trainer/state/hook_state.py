@@ -20,7 +20,6 @@ from equipoise.interop.torch.modules import uncompiled_name
 from equipoise.notices import is_of_library, rank_zero_warn
 from equipoise.parallel.snapshot.generators import linked
 from equipoise.parallel.snapshot.plain.paths import Root
-from equipoise.parallel.snapshot.plain.restoring import differing, restore
 from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.parallel.snapshot.plain.values import LARGEST
 from equipoise.trainer.hooks.hooks import state_key_of
@@ -113,6 +112,8 @@ class HookState:
         if in_epoch:
             self._begin_again()
         # Data come back when the order of the epoch has been drawn.
+        from equipoise.parallel.snapshot.plain.restoring import restore
+
         restore(self._objects(), self._earlier, self._context.strategy.root_device)
 
     def restore_order(self) -> None:
@@ -125,6 +126,8 @@ class HookState:
         Args:
             changes: The changes. Default: None, those of the run that is resumed.
         """
+        from equipoise.parallel.snapshot.plain.restoring import restore
+
         restore(self._roots(), self._earlier if changes is None else changes, self._context.strategy.root_device)
 
     def report(self) -> None:
@@ -132,6 +135,8 @@ class HookState:
         if self._is_reported:
             return
         self._is_reported = True
+        from equipoise.parallel.snapshot.plain.restoring import differing
+
         roots = self._roots()
         places = [place for name, place in differing(roots, self._earlier) if not roots[name].objects_only]
         if places:
@@ -145,6 +150,8 @@ class HookState:
 
     def _begin_again(self) -> None:
         """Call `on_train_epoch_start` of those whose objects lack. Buffers and options of optimisers stay."""
+        from equipoise.parallel.snapshot.plain.restoring import differing
+
         context = self._context
         roots = self._roots()
         lacking = {name for name, _ in differing(roots, self._earlier)}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from equipoise import StepError
 from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_each_close, fit, fsdp, in_processes, weights_of
 
@@ -260,12 +259,6 @@ class Constrained(nn.Linear):
         return super().forward(features)
 
 
-def twice(module: Any, batch: Any, batch_idx: int) -> None:
-    loss = module.loss(batch)
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 BY_HAND: dict[str, Step] = {
     step.__name__: step
     for step in (
@@ -291,7 +284,7 @@ def program(name: str) -> Any:
         step: Step = lambda module, batch, batch_idx: module.loss(batch)  # noqa: E731
     else:
         module = Student(by_hand=name not in AUTOMATIC)
-        step = {**BY_HAND, **AUTOMATIC, "twice": twice}[name]
+        step = {**BY_HAND, **AUTOMATIC}[name]
     module.__class__ = type("Program", (Student,), {"step": staticmethod(step)})
     return module
 
@@ -328,8 +321,3 @@ def run_all(processes: int, names: list[str], units: str) -> dict[str, Any]:
 def test_a_step_has_the_effect_of_one_device(units: str, processes: int) -> None:
     outcomes = in_processes(processes, partial(run_all, processes, NAMES, units))
     assert_each_close(on_one_device, outcomes)
-
-
-def test_a_second_backward_through_freed_weights_is_refused() -> None:
-    with pytest.raises(StepError, match="an earlier backward through the same graph has freed"):
-        fit(partial(program, "twice"), fsdp(), 2, count=48)

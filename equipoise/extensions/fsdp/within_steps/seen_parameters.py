@@ -17,7 +17,7 @@ from equipoise.errors import StepError
 from equipoise.extensions.fsdp.mesh.grid import part_of
 from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.extensions.fsdp.within_steps.in_place import IN_PLACE, RANDOM, VIEWS, override
-from equipoise.extensions.fsdp.within_steps.whole_results import compute_whole, gathered, part_like
+from equipoise.extensions.fsdp.within_steps.whole_results import Mean, compute_whole, gathered, part_like, sum_gradient
 from equipoise.interop.torch.autograd import is_in_backward_or_compiler, version_of
 from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.tree import map_leaves, tensors_in
@@ -155,7 +155,7 @@ def _on_shard(name: str, inherited: Any) -> Any:
         if is_mixed or name in RANDOM or name == "__setitem__":
             _check_in_place(self)
             # Each process computes the whole result, and keeps its part.
-            compute_whole(getattr(Tensor, name), (self, *args), kwargs, 1.0)
+            compute_whole(getattr(Tensor, name), (self, *args), kwargs, sum_gradient)
         else:
             inherited(self, *args, **kwargs)
         if self._seen is not None:
@@ -259,15 +259,15 @@ class ShardInStep(Shard):
                     if name not in VIEWS or _is_view(result, tensors[0]):
                         return _followed(name, result, tensors)
             args, kwargs = map_leaves(_gathered_parameter, (args, kwargs))
-            return _followed(name, compute_whole(function, args, kwargs, _processes(tensors)), tensors)
+            return _followed(name, compute_whole(function, args, kwargs, _mean_for(tensors)), tensors)
 
 
-def _processes(tensors: list[Tensor]) -> float:
-    """Return the number of processes over which gradients of tensors are averaged."""
+def _mean_for(tensors: list[Tensor]) -> Mean:
+    """Return what averages gradients of tensors over the processes."""
     for tensor in tensors:
         if isinstance(tensor, Shard) and tensor._seen is not None:
-            return tensor._seen.steps.processes
-    return 1.0
+            return tensor._seen.steps.mean
+    return sum_gradient
 
 
 # Attributes, and what shows the shards as they are.

@@ -52,7 +52,7 @@ class UserSteps:
         self._units = units
         self._root: Any = units[-1]
         self._by_hand = by_hand
-        self.processes = processes
+        self._processes = processes
         self.is_in_step = False
         # Returns the weight of this process's samples, relative to the mean over the processes.
         self._relative_weight: Callable[[], float] = _equal
@@ -223,7 +223,11 @@ class UserSteps:
                 " known after it. Return the loss, change gradients in `on_after_backward` or"
                 " `on_before_optimizer_step`, or optimise by hand."
             )
-        return sum_gradient(gradient * self._relative_weight(), shard) / self.processes
+        return self.mean(gradient, shard)
+
+    def mean(self, gradient: Tensor, shard: Any) -> Tensor:
+        """Return the mean over all processes of a gradient; in automatic optimisation the sum."""
+        return sum_gradient(gradient * self._relative_weight(), shard) / self._processes
 
 
 _RETURNED = "Under strategy='fsdp' `torch.autograd.grad` was asked for gradients of parameters"

@@ -17,7 +17,10 @@ from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.parallel.batches.shares import even_chunks
 from equipoise.tree import map_leaves
 
-__all__ = ["compute_whole", "gathered", "part_like", "sum_gradient"]
+__all__ = ["Mean", "compute_whole", "gathered", "part_like", "sum_gradient"]
+
+# Returns the mean over the processes of a gradient and its parameter.
+Mean = Callable[[Tensor, Any], Tensor]
 
 
 def gathered(value: Any) -> Any:
@@ -58,28 +61,27 @@ class _Gather(torch.autograd.Function):
     """Gathers a parameter, whose gradient is averaged over the processes."""
 
     @staticmethod
-    def forward(context: Any, shard: Any, processes: float) -> Tensor:
-        context.arguments = (shard, processes)
+    def forward(context: Any, shard: Any, mean: Mean) -> Tensor:
+        context.arguments = (shard, mean)
         return gather_whole(shard)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
-        shard, processes = context.arguments
-        total = sum_gradient(gradient, shard) / processes
+        shard, mean = context.arguments
         value = torch.zeros_like(shard.detach())
-        part_of(value).copy_(part_like(value, total))
+        part_of(value).copy_(part_like(value, mean(gradient, shard)))
         return value, None
 
 
-def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, processes: float) -> Any:
+def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, mean: Mean) -> Any:
     """Return the result of a function on whole tensors, and write to the shards what it changes in them.
 
     Args:
         function: The function.
         args: Its arguments.
         kwargs: Its arguments by name.
-        processes: The number of processes over which gradients are averaged.
+        mean: Returns the mean over the processes of a whole gradient of a parameter in shards.
     """
     # 1. Each tensor in shards as a whole, of a memory of its own.
     copies: dict[int, tuple[Any, Tensor, Any]] = {}
@@ -90,7 +92,7 @@ def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, processe
         if id(leaf) not in copies:
             has_graph = torch.is_grad_enabled() and leaf.requires_grad
             if has_graph:
-                tensor = _Gather.apply(leaf, processes)  # type: ignore[no-untyped-call]
+                tensor = _Gather.apply(leaf, mean)  # type: ignore[no-untyped-call]
             else:
                 tensor = gather_whole(leaf)
             copies[id(leaf)] = (leaf, tensor, version_of(tensor))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.generators import is_generator, set_generator_state
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.parallel.snapshot.plain.paths import Root, Step, entry_of, find, text_of
@@ -31,10 +32,14 @@ def restore(roots: Mapping[str, Root], state: State, device: torch.device) -> No
         if owner is None:
             continue
         # The changes may be brought back again: what returns is a copy.
-        if is_elsewhere:
-            _put(owner, step, copied(value, device))
-        else:
-            _put(owner, step, copied(value, _CPU))
+        copy = copied(value, device) if is_elsewhere else copied(value, _CPU)
+        try:
+            _put(owner, step, copy)
+        except (LookupError, TypeError):
+            rank_zero_warn(
+                f"The resumed run has another object than the checkpoint's run at {text_of(path)}, so what had been"
+                " set there is left out. Construct the same objects before `fit`."
+            )
     for path, generator_state in state.get("generators", ()):
         generator = find(roots, path)
         if is_generator(generator):
