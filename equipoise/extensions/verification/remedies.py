@@ -9,17 +9,14 @@ __all__ = ["remedy_for"]
 _REMEDIES = {
     LOSS: "Look for what depends on the rank or on the number of samples in a part: a branch by rank, a sum in the"
     " place of a mean, a loss that compares samples with one another.",
-    GRADIENT: "Look for a branch by rank, a sum in the place of a mean, and gradients that pass the trainer by.",
-    WEIGHT: "The gradients before the step agree, so weights or gradients were changed outside of the optimiser."
-    " A strategy in shards computes with gathered copies, whose changes are lost: change parameters and gradients in"
-    " on_before_optimizer_step or on_train_batch_end.",
+    GRADIENT: "Look for a branch by rank, a sum in the place of a mean, a hook on a parameter, which sees the gradient of"
+    " its process, and gradients that a step multiplies or assigns by its own samples: average them by self.all_gather"
+    " first.",
+    WEIGHT: "The gradients before the step agree, so weights were changed outside of the optimiser, or by what differs"
+    " between processes. Compute such a change from the samples of all: self.all_gather(value).mean(0).",
     BUFFER: "Each process has buffers of its own, and those of the main process are kept. Compute what they hold from"
     " the samples of all: self.all_gather(value).mean(0), or Trainer(sync_batchnorm=True).",
 }
-_BY_HAND = (
-    "In manual optimisation gradients are exchanged by `self.manual_backward(loss)`: call it in the place of"
-    " `loss.backward()`, torch.autograd.backward and torch.autograd.grad, and clip by `self.clip_gradients`."
-)
 _BITS = (
     "For the same bits set Trainer(deterministic=True), which calls torch.use_deterministic_algorithms, and"
     " CUBLAS_WORKSPACE_CONFIG=:4096:8; TF32 on or off everywhere, as many threads of CPUs everywhere, and devices of"
@@ -36,26 +33,18 @@ _WAYS = (
 )
 
 
-def remedy_for(difference: Finding, trainer: Any, module: Any, *, to_the_bit: bool) -> str:
+def remedy_for(difference: Finding, trainer: Any, *, to_the_bit: bool) -> str:
     """Return advice about a difference, as sentences.
 
     Args:
         difference: The first difference.
         trainer: The user's trainer.
-        module: The user's module.
         to_the_bit: Whether one device was to compute the same bits.
     """
     if to_the_bit:
         return _BITS
     # 1. The kind of value.
-    strategy = trainer.connected_strategy
     advice = _REMEDIES.get(difference.kind, "")
-    if (
-        not module.automatic_optimization
-        and strategy.processes.world_size > 1
-        and difference.kind in (GRADIENT, WEIGHT)
-    ):
-        advice = f"{_BY_HAND} {advice}"
     # 2. Ways to compute a step, any of which may be the cause.
     ways = [name for name in _WAYS if trainer.constructor_arguments.get(name)]
     ways += [type(callback).__name__ for callback in trainer.callbacks if getattr(callback, "saves_memory", False)]

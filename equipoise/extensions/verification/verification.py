@@ -182,7 +182,7 @@ class _Trials:
         difference = result.difference
         if difference is None:
             return result
-        remedy = remedy_for(difference, self._trainer, self._request.module, to_the_bit=is_exact)
+        remedy = remedy_for(difference, self._trainer, to_the_bit=is_exact)
         return replace(result, remedy=remedy)
 
     def _on_one_device(

@@ -63,6 +63,28 @@ class Perceptron(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+class Plain(Perceptron):
+    def differentiate(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Written(Perceptron):
+    def differentiate(self, loss: Tensor) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+
+
+class Clamped(Perceptron):
+    """Changes weights within the step, also of shards."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
 class Two(Perceptron):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.Adam(self.head.parameters(), lr=0.01)]
@@ -101,10 +123,13 @@ FSDP = {"strategy": "fsdp", "devices": 2}
         (Perceptron(by_hand=True), ONE | {"precision": "bf16-mixed"}, ROUNDED),
         (Perceptron("norm", "dropout"), {"strategy": VirtualDevicesStrategy(count=2), "devices": CPUS}, EXACT),
         (Perceptron("tied"), DDP, ROUNDED),
+        (Plain(by_hand=True), DDP, ROUNDED),
+        (Written("dropout", by_hand=True), DDP, DRAWN),
         pytest.param(Two("noise"), DDP | {"accumulate_grad_batches": 2}, DRAWN, marks=pytest.mark.slow),
         pytest.param(Perceptron("norm"), DDP | {"precision": "16-mixed"}, DRAWN, marks=pytest.mark.slow),
         pytest.param(Perceptron("noise", by_hand=True), DDP, DRAWN, marks=pytest.mark.slow),
         (Perceptron("dropout"), FSDP, DRAWN),
+        (Clamped(), FSDP, ROUNDED),
         pytest.param(Perceptron("tied", by_hand=True), FSDP, ROUNDED, marks=pytest.mark.slow),
         pytest.param(
             Perceptron("dropout"),
@@ -120,31 +145,33 @@ def test_healthy_programs(module: Any, options: dict[str, Any], expected: str, c
     assert expected in printed + caplog.text
 
 
-class Plain(Perceptron):
-    def differentiate(self, loss: Tensor) -> None:
-        loss.backward()
-
-
-class Written(Perceptron):
-    def differentiate(self, loss: Tensor) -> None:
-        parameters = list(self.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-
-
 class ByRank(Perceptron):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * (1 + self.global_rank)
 
 
-class Clamped(Perceptron):
-    """A change of weights within the step, which in shards is one of gathered copies."""
+class ScaledByRank(Perceptron):
+    """A branch by rank in the backward alone."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def differentiate(self, loss: Tensor) -> None:
+        if self.global_rank == 0:
+            loss = 2 * loss
+        loss.backward()
+
+
+class Summed(Perceptron):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * len(batch[0])
+
+
+class Shifted(Perceptron):
+    """Each process adds a number of its own to its shards."""
+
+    def differentiate(self, loss: Tensor) -> None:
+        super().differentiate(loss)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.clamp_(-0.1, 0.1)
-        return super().training_step(batch, batch_idx)
+                parameter.add_(0.1 * self.global_rank)
 
 
 class WrongSaver(Callback):
@@ -166,10 +193,10 @@ class Scaling(Perceptron):
 @pytest.mark.parametrize(
     ("module", "options", "texts"),
     [
-        (Plain(by_hand=True), DDP, ("in step 1 the gradient 'net.0.weight' differs", "`self.manual_backward(loss)`")),
-        (Written("dropout", by_hand=True), DDP, ("in step 1 the gradient 'net.0.weight'", "self.manual_backward")),
+        (ScaledByRank(by_hand=True), DDP, ("in step 1 the gradient 'net.0.weight' differs", "a branch by rank")),
+        (Summed("dropout"), DDP, ("in step 1 the loss differs by", "a sum in the place of a mean")),
         (ByRank(), DDP, ("in step 1 the loss differs by", "a branch by rank")),
-        (Clamped(), FSDP, ("after step 1 the weight 'net.0.weight' differs", "on_before_optimizer_step")),
+        (Shifted(by_hand=True), FSDP, ("after step 1 the weight 'net.0.weight' differs", "all_gather(value).mean(0)")),
         (Perceptron(), ONE | {"callbacks": [WrongSaver()]}, ("the gradient 'net.0.weight'", "Leave out WrongSaver")),
         (Scaling(), {"strategy": VirtualDevicesStrategy(count=2), "devices": CPUS}, ("the loss", "deterministic=True")),
     ],
