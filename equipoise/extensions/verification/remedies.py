@@ -9,11 +9,11 @@ __all__ = ["remedy_for"]
 _REMEDIES = {
     LOSS: "Look for what depends on the rank or on the number of samples in a part: a branch by rank, a sum in the"
     " place of a mean, a loss that compares samples with one another.",
-    GRADIENT: "Look for a branch by rank, a sum in the place of a mean, a hook on a parameter, which sees the gradient of"
-    " its process, and gradients that a step multiplies or assigns by its own samples: average them by self.all_gather"
+    GRADIENT: "Look for a branch by rank, a sum in the place of a mean, a hook on a parameter, which sees the gradient"
+    " of one process, and gradients that a step changes by the samples of its process: average those by self.all_gather"
     " first.",
-    WEIGHT: "The gradients before the step agree, so weights were changed outside of the optimiser, or by what differs"
-    " between processes. Compute such a change from the samples of all: self.all_gather(value).mean(0).",
+    WEIGHT: "The gradients before the step agree, so weights were changed outside of the optimiser, by values that"
+    " differ between processes. Compute such values from the samples of all: self.all_gather(value).mean(0).",
     BUFFER: "Each process has buffers of its own, and those of the main process are kept. Compute what they hold from"
     " the samples of all: self.all_gather(value).mean(0), or Trainer(sync_batchnorm=True).",
 }
