@@ -236,6 +236,7 @@ _POSITION = Whole(
         "epoch_random_state": OrEmpty(_RANDOM_STATE),
         "order_drawn": flag,
         "ahead": any_list,
+        "batch_end": OrMissing(OrNone(any_list)),
         "window": named_entries,
         "gradients": [gradient],
         "logs": Whole({"callback_metrics": mapping, "entries": [Whole(dict.fromkeys(_LOGGED, anything))]}),

@@ -33,9 +33,6 @@ __all__ = ["Hooks", "overrides", "state_key_of"]
 
 Hook = Callable[..., Any]
 
-# Hooks in which checkpoint callbacks write files, beside that of the epoch's end.
-_SAVING = ("on_train_batch_end", "on_validation_end")
-
 # Modules whose callbacks read only the loss of a step's outputs.
 _READ_ONLY_THE_LOSS = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.")
 
@@ -78,15 +75,6 @@ def _may_use_outputs(callback: LightningCallback, name: str) -> bool:
     return True
 
 
-def _as_of_callback(method: Hook) -> Hook:
-    """Return a module's hook such that it is called as that of a callback."""
-
-    def run(trainer: Any, module: Any, *args: Any) -> None:
-        method(*args)
-
-    return run
-
-
 def _within(enter: Callable[[], AbstractContextManager[None]], method: Hook) -> Hook:
     """Return a hook that runs within a context."""
 
@@ -108,6 +96,9 @@ class Hooks:
         strategy_name: Name of the strategy's class, for the profile.
         fit: The fit, which callbacks of Lightning ask for validations and steps. Default: None, they act immediately.
         averaging: Returns a context for callbacks that copy the weights. Default: None, they need none.
+
+    Attributes:
+        awaited: The arguments of `on_train_batch_end`, as long as callbacks may save before the module's own is called.
     """
 
     def __init__(
@@ -127,6 +118,7 @@ class Hooks:
         self.datamodule = datamodule
         self.fit = fit
         self._averaging = averaging
+        self.awaited: tuple[Any, ...] = ()
         self.profiler = state.profiler
         self._module_name = type(module).__name__
         self._strategy_name = strategy_name
@@ -148,15 +140,18 @@ class Hooks:
 
     def bind(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks and the module; None if it is not overridden."""
+        hooks = self._of_callbacks(name, self.callbacks)
         module = self._of_module(name)
-        callbacks = self.callbacks
-        if module is None or name not in _SAVING:
-            return self._fire(name, self._of_callbacks(name, callbacks), module)
-        # Files are written after the module's hook, which a resumed run does not call again.
-        earlier = [callback for callback in callbacks if not is_a(callback, Checkpoint)]
-        saving = [callback for callback in callbacks if is_a(callback, Checkpoint)]
-        hooks = [*self._of_callbacks(name, earlier), _as_of_callback(module), *self._of_callbacks(name, saving)]
-        return self._fire(name, hooks, None)
+        has_checkpoints = any(is_a(callback, Checkpoint) for callback in self.callbacks)
+        if name == "on_train_batch_end" and module is not None and has_checkpoints:
+            hooks = [self._keep_arguments, *hooks, self._forget_arguments]
+        return self._fire(name, hooks, module)
+
+    def _keep_arguments(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        self.awaited = arguments
+
+    def _forget_arguments(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        self.awaited = ()
 
     def bind_callbacks(self, name: str, *, monitoring: bool | None = None, copying: bool | None = None) -> Hook | None:
         """Bind the hook of the callbacks alone.

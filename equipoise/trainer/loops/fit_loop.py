@@ -482,7 +482,7 @@ class FitLoop:
         last = not step_was_left and (ends or (index + 1) % self.state.accumulate_grad_batches == 0)
         # 1. The checkpoint was written after the batch.
         if resumption.batch_unfinished:
-            resumption.finish_hook("on_train_batch_end", {}, None, index)
+            resumption.end_batch(index)
             batch.set(index + 1)
             return self._after_batch()(index, last, ends)
         if not resumption.in_validation:

@@ -14,6 +14,7 @@ from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
+from equipoise.parallel.snapshot.plain.values import copied
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import random_state_of
@@ -44,6 +45,7 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
         "pulled": pulled,
         "skipped_steps": fit.progress.skipped_steps,
         "ahead": _storable_ahead(data.stream),
+        "batch_end": _storable_batch_end(context),
         "window": fit.window.state_dict(),
         # Those of an unfinished window, in the order of the optimisers' parameters.
         "gradients": context.strategy.portable.gradients(context.state.optimizers, window_is_open=fit.window.is_open),
@@ -68,6 +70,15 @@ def _storable_ahead(stream: BatchStream | None) -> list[Any]:
     if stream is None or stream.ahead is NOTHING or stream.ahead is NO_BATCH or not is_plain(stream.ahead):
         return []
     return [stream.ahead]
+
+
+def _storable_batch_end(context: "RunContext") -> list[Any] | None:
+    """Return outputs and batch for the module's `on_train_batch_end`, which follows; None if no file can hold them.
+
+    It is empty where that hook does not follow.
+    """
+    arguments = list(context.hooks.awaited[:2])
+    return copied(arguments) if is_plain(arguments) else None
 
 
 def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:

@@ -6,7 +6,7 @@ yields them now.
     written in                    remains to be done
     on_train_epoch_start          the complete epoch
     training_step and around it   that batch, again
-    on_train_batch_end            what follows a batch (validation, ...), the rest of the epoch
+    on_train_batch_end            the module's own, what follows a batch (validation, ...), the rest of the epoch
     a hook of validation          that validation unless it was at its end, the rest of the epoch
     on_train_epoch_end            schedulers that watch a value of the epoch, and its row in the loggers
     the end of a fit              on_train_end, unless it had been called
@@ -22,9 +22,12 @@ from equipoise.interop.lightning.checkpoint_hooks import finish_save
 from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
 from equipoise.interop.module_metrics import named_metrics
+from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.snapshot.plain.values import copied
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
+from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.trainer.loops.fit_state import FitState
 
@@ -281,9 +284,10 @@ class Resumption:
         if self.position is None:
             return
         state = self.context.state
-        # 1. The checkpoint callbacks after the one that wrote the file.
+        # 1. The checkpoint callbacks after the one that wrote the file, and the module.
         state.begin_validation()
-        self.finish_hook("on_validation_end")
+        if self.finish_hook("on_validation_end"):
+            self._call_module_in_validation()
         state.end_validation()
         # 2. The metrics that the validation has logged. Training continues with those that it logs, too.
         metrics = named_metrics(self.context.module)
@@ -297,15 +301,52 @@ class Resumption:
                     states[name] = before[name]
         load_metric_states(self.context.module, states)
 
-    def finish_hook(self, name: str, *args: Any) -> None:
+    def _call_module_in_validation(self) -> None:
+        """Call the module's `on_validation_end` with gradients off and in its modes of evaluation."""
+        hooks = self.context.hooks
+        call = hooks.bind_module("on_validation_end")
+        if call is None:
+            return
+        with without_gradients(inference_mode=False), Modes(self.context.module) as modes:
+            hooks.call_module("on_validation_model_eval")
+            call()
+            modes.restore(self.context.module)
+
+    def end_batch(self, index: int) -> None:
+        """Run the rest of `on_train_batch_end`, if a checkpoint callback wrote the file in it.
+
+        Args:
+            index: The index of the batch in the epoch.
+        """
+        name = "on_train_batch_end"
+        call = self.context.hooks.bind_module(name)
+        if not self.finish_hook(name, {}, None, index) or call is None or self.position is None:
+            return
+        arguments = self.position.get("batch_end", [])
+        if arguments is None:
+            rank_zero_warn(
+                f"The resumed run does not call the module's `{name}` of batch {index}, before which its checkpoint was"
+                " written: a file holds no batches or outputs other than tensors, numbers, texts and plain containers"
+                f" of them. Count and collect in `training_step` or `on_train_epoch_end` instead of `{name}`."
+            )
+        elif arguments:
+            outputs, batch = copied(arguments, self.context.strategy.root_device)
+            self.context.logs.begin_batch(batch)
+            call(outputs, batch, index)
+            self.context.logs.end_batch()
+
+    def finish_hook(self, name: str, *args: Any) -> bool:
         """Finish the hook in which a checkpoint callback wrote the file, and call that of those after it.
 
         Args:
             name: The hook. Nothing is called if the file was written in another.
             args: Its arguments.
+
+        Returns:
+            True if the file was written in this hook.
         """
         if self.written_in is None or self.written_in[0] != name:
-            return
+            return False
         hooks = self.context.hooks
         key = self.written_in[1]
         for callback in hooks.callbacks:
@@ -314,3 +355,4 @@ class Resumption:
         call = hooks.bind_checkpoints_after(name, key)
         if call is not None:
             call(*args)
+        return True

@@ -36,6 +36,8 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
         position_here = positions[rank]
     # A batch that was read ahead was that of another number of processes.
     merged = {**position_here, "ahead": []}
+    if rank >= len(positions):
+        merged["batch_end"] = []
 
     # 2. State that belongs to all processes together.
     is_main = rank == 0

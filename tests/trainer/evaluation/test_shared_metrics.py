@@ -95,4 +95,5 @@ def test_a_run_that_is_resumed_from_a_validation_goes_on_with_both(tmp_path: Pat
     kills = Kills(tmp_path, save_last=True)
     run = trainer(max_epochs=1, val_check_interval=2, callbacks=[values, kills], enable_checkpointing=True)
     run.fit(Shares(), DataLoader(TRAIN), DataLoader(VAL), ckpt_path=tmp_path / "last.ckpt")
-    assert [each["MeanMetric"] for each in values.values] == [11.0, 1.5]
+    # The list is restored, and continues.
+    assert [each["MeanMetric"] for each in values.values] == [10.0, 11.0, 11.0, 1.5]

@@ -258,7 +258,7 @@ def test_a_frequency_beyond_the_epoch_counts_on_in_a_resumed_run(cls: Any, plate
     trainer(max_epochs=5).fit(second, loader(3), ckpt_path=tmp_path / "three.ckpt")
     # The first value that a plateau sees is its best.
     powers = [1] * 7 + [2] * 5 if plateau else [1] * 2 + [2] * 5 + [3] * 5
-    assert second.rates == pytest.approx([0.1**power for power in powers])
+    assert second.rates[-12:] == pytest.approx([0.1**power for power in powers])
 
 
 def test_an_epoch_that_is_left_steps_no_schedule_of_steps() -> None:
