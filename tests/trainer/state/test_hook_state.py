@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.support.trainer_runs import Small, Stream, trainer
@@ -121,3 +122,57 @@ def test_persistent_workers_that_learn_no_epoch_are_named() -> None:
         trainer(max_epochs=3).fit(Small(), loader)
     assert len([each for each in warned if "does not reach" in str(each.message)]) == 1
     assert ByEpoch.epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "saves_at", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}], ids=str
+)
+def test_a_hook_of_the_module_follows_the_checkpoint_before_it(saves_at: dict[str, Any], tmp_path: Path) -> None:
+    """Its arguments, modes, random numbers and logged values are those of the undisturbed run."""
+
+    class Module(Recording):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[Any] = []
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.calls.append([outputs["loss"].item(), batch.tolist(), batch_idx, self.training, torch.rand(1).item()])
+            self.log("sum", batch.sum(), on_epoch=True, on_step=False)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def on_validation_end(self) -> None:
+            self.calls.append([self.training, torch.is_grad_enabled(), torch.rand(1).item()])
+
+    def fit(folder: str, path: Path | None = None) -> Any:
+        module, saves = Module(), ModelCheckpoint(tmp_path / folder, save_top_k=-1, **saves_at)
+        run = trainer(max_epochs=2, val_check_interval=1, callbacks=[saves], enable_checkpointing=True)
+        run.fit(module, DataLoader(ROWS, batch_size=2), DataLoader(ROWS), ckpt_path=path)
+        return module.calls, run.callback_metrics["sum"]
+
+    expected = fit("whole")
+    for name in ("epoch=1-step=3", "epoch=1-step=4"):
+        assert fit(name, tmp_path / "whole" / f"{name}.ckpt") == expected
+
+
+def test_a_hook_of_the_module_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
+    class Batch:
+        def __init__(self, rows: Any) -> None:
+            self.rows = torch.stack(rows)
+
+    class Module(Recording):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch.rows, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.last = batch_idx
+
+    def fit(path: Path | None = None) -> None:
+        saves = ModelCheckpoint(tmp_path / f"resumed {path is not None}", save_top_k=-1, every_n_train_steps=1)
+        loader = DataLoader(ROWS, batch_size=2, collate_fn=Batch)
+        trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True).fit(Module(), loader, ckpt_path=path)
+
+    fit()
+    with pytest.warns(UserWarning, match="does not call the module's `on_train_batch_end` of batch 0"):
+        fit(tmp_path / "resumed False" / "epoch=0-step=1.ckpt")
