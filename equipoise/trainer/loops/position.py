@@ -14,7 +14,7 @@ from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
-from equipoise.parallel.snapshot.plain.values import copied
+from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import random_state_of

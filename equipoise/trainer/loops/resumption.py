@@ -24,7 +24,7 @@ from equipoise.interop.metrics import load_metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot import random_state
-from equipoise.parallel.snapshot.plain.values import copied
+from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
