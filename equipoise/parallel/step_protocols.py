@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 
-__all__ = ["NO_RESULT", "Around", "EvaluationStep", "PartwiseStep", "StepResult", "TrainingStep"]
+__all__ = ["NO_RESULT", "Around", "EvaluationStep", "PartialOutputs", "PartwiseStep", "StepResult", "TrainingStep"]
 
 T = TypeVar("T")
 # Runs the forward of a step on a batch. It receives a function that computes the forward, and the batch, and returns
@@ -37,6 +38,51 @@ class StepResult(NamedTuple):
 
 # That of a process without a batch, and of a step that was left out.
 NO_RESULT = StepResult(None, 0, None)
+
+
+@dataclass
+class PartialOutputs:
+    """Outputs of the parts of a batch. They are gathered only when they are read: that costs memory of one device.
+
+    Attributes:
+        outputs, sizes, device, dim, weights: See `gather`.
+    """
+
+    outputs: Sequence[Any]
+    sizes: Sequence[int]
+    device: torch.device
+    dim: int
+    weights: Sequence[Weight]
+
+    def check(self) -> None:
+        """Check that the parts returned the same kind of value, also if they are never gathered. None is ignored.
+
+        Raises:
+            StepError: If they did not.
+        """
+        from equipoise.parallel.batches.gathering import check_kinds
+
+        check_kinds(self.outputs)
+
+    def gathered(self) -> Any:
+        """Return the outputs, put together. Parts that returned None and have no weight are left out."""
+        from equipoise.parallel.batches.gathering import gather
+
+        outputs = []
+        sizes = []
+        weights = []
+        parts = zip(self.outputs, self.sizes, self.weights, strict=True)
+        for output, size, weight in parts:
+            # A weight that is a tensor is not read: that would synchronise its device.
+            has_weight = isinstance(weight, Tensor) or bool(weight)
+            if output is None and not has_weight:
+                continue
+            outputs.append(output)
+            sizes.append(size)
+            weights.append(weight)
+        if not outputs:
+            return None
+        return gather(outputs, sizes, self.device, dim=self.dim, weights=weights)
 
 
 class PartwiseStep(Protocol):

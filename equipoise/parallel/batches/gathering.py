@@ -10,7 +10,7 @@ Structures of any depth are put together entry by entry:
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.to_device import to_device
 from equipoise.tree import entries_of, rebuild
 
-__all__ = ["PartialOutputs", "gather"]
+__all__ = ["check_kinds", "gather"]
 
 
 def gather(
@@ -47,6 +47,17 @@ def gather(
     """
     gatherer = _Gatherer(sizes, device, dim, weights)
     return gatherer.gather(outputs, "")
+
+
+def check_kinds(outputs: Sequence[Any]) -> None:
+    """Check that the parts of a batch returned the same kind of value; None is ignored.
+
+    Raises:
+        StepError: If they did not.
+    """
+    kinds = {_kind(output) for output in outputs if output is not None}
+    if len(kinds) > 1:
+        raise _different(outputs)
 
 
 class _Gatherer:
@@ -312,46 +323,3 @@ def _described(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {kind} of length {len(value)}"
     return kind
-
-
-@dataclass
-class PartialOutputs:
-    """Outputs of the parts of a batch. They are gathered only when they are read: that costs memory of one device.
-
-    Attributes:
-        outputs, sizes, device, dim, weights: See `gather`.
-    """
-
-    outputs: Sequence[Any]
-    sizes: Sequence[int]
-    device: torch.device
-    dim: int
-    weights: Sequence[Weight]
-
-    def check(self) -> None:
-        """Check that the parts returned the same kind of value, also if they are never gathered. None is ignored.
-
-        Raises:
-            StepError: If they did not.
-        """
-        kinds = {_kind(output) for output in self.outputs if output is not None}
-        if len(kinds) > 1:
-            raise _different(self.outputs)
-
-    def gathered(self) -> Any:
-        """Return the outputs, put together. Parts that returned None and have no weight are left out."""
-        outputs = []
-        sizes = []
-        weights = []
-        parts = zip(self.outputs, self.sizes, self.weights, strict=True)
-        for output, size, weight in parts:
-            # A weight that is a tensor is not read: that would synchronise its device.
-            has_weight = isinstance(weight, Tensor) or bool(weight)
-            if output is None and not has_weight:
-                continue
-            outputs.append(output)
-            sizes.append(size)
-            weights.append(weight)
-        if not outputs:
-            return None
-        return gather(outputs, sizes, self.device, dim=self.dim, weights=weights)

@@ -11,8 +11,7 @@ from torch import nn
 
 from equipoise.errors import ConfigurationRuntimeError
 from equipoise.interop.lightning.classes import takes_iterator
-from equipoise.parallel.batches.gathering import PartialOutputs
-from equipoise.parallel.step_protocols import StepResult
+from equipoise.parallel.step_protocols import PartialOutputs, StepResult
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
 
 if TYPE_CHECKING:

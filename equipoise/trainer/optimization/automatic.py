@@ -22,9 +22,8 @@ from torch.optim import LBFGS, Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.lightning.optimizers import closure_not_called
 from equipoise.interop.torch.optimizers import plain_step
-from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.step_protocols import NO_RESULT, StepResult
+from equipoise.parallel.step_protocols import NO_RESULT, PartialOutputs, StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep

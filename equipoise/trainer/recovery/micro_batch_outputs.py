@@ -9,9 +9,8 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
-from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import Weight
-from equipoise.parallel.step_protocols import StepResult
+from equipoise.parallel.step_protocols import PartialOutputs, StepResult
 
 __all__ = ["detached", "outputs_in_order"]
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.parallel.batches.gathering import PartialOutputs, gather
+from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.batches.splitting import split
 from equipoise.parallel.batches.weighting import Weight
+from equipoise.parallel.step_protocols import PartialOutputs
 
 CPU = torch.device("cpu")
 Answer = namedtuple("Answer", ["logits", "note"])

@@ -14,9 +14,8 @@ from torch import nn
 from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
-from equipoise.parallel.batches.gathering import PartialOutputs
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
-from equipoise.parallel.step_protocols import Around, StepResult
+from equipoise.parallel.step_protocols import Around, PartialOutputs, StepResult
 from equipoise.trainer.logging.collection import Logged
 from equipoise.trainer.optimization.steps.merged_logs import log_merged
 from equipoise.trainer.optimization.steps.step_extension import Context, step_extensions
