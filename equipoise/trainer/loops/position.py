@@ -73,11 +73,8 @@ def _storable_ahead(stream: BatchStream | None) -> list[Any]:
 
 
 def _storable_batch_end(context: "RunContext") -> list[Any] | None:
-    """Return outputs and batch for the module's `on_train_batch_end`, which follows; None if no file can hold them.
-
-    It is empty where that hook does not follow.
-    """
-    arguments = list(context.hooks.awaited[:2])
+    """Return the arguments of the module's `on_train_batch_end`, if that follows; None if no file can hold them."""
+    arguments = list(context.hooks.awaited)
     return copied(arguments) if is_plain(arguments) else None
 
 

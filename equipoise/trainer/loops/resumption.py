@@ -330,9 +330,9 @@ class Resumption:
                 f" of them. Count and collect in `training_step` or `on_train_epoch_end` instead of `{name}`."
             )
         elif arguments:
-            outputs, batch = copied(arguments, self.context.strategy.root_device)
-            self.context.logs.begin_batch(batch)
-            call(outputs, batch, index)
+            outputs, batch, batch_idx = copied(arguments, self.context.strategy.root_device)
+            self.context.logs.begin_batch(batch, None, self.fit.data.open_stream.counts.of(index))
+            call(outputs, batch, batch_idx)
             self.context.logs.end_batch()
 
     def finish_hook(self, name: str, *args: Any) -> bool:
