@@ -1,12 +1,12 @@
 """Values that callbacks and schedulers monitor, and that nobody logs, such as "val_loss" for "val/loss".
 
 After the sanity check the names of a validation are known, but training may log others. So a name is refused there only
-if it differs from one of them by its separators or by capitals; what looks like a slip is named in a warning. After the
-first epoch, when early stopping looks, a missing value is certain.
+if it differs from one of them by its separators, by capitals or by what looks like a slip. After the first epoch, when
+early stopping looks, a missing value is certain.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from equipoise.errors import ConfigurationRuntimeError
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
 from equipoise.interop.lightning.checkpoint_hooks import letters_of, nothing_to_monitor
 from equipoise.interop.lightning.classes import base_of, is_a
-from equipoise.notices import rank_zero_warn
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
@@ -35,25 +34,27 @@ def check_monitors_of_validation(context: "RunContext", names: set[str]) -> None
         names: Names that this process has logged, of all loaders.
 
     Raises:
-        ConfigurationError: If one differs from a logged name by separators or capitals alone; also a RuntimeError.
+        ConfigurationError: If one differs from a logged name by separators, capitals or a slip; also a RuntimeError.
     """
     here = sorted(names.union(context.logs.callback_metrics))
     logged = context.strategy.processes.broadcast(here)
     for owner, name in _monitored(context):
         if name in logged:
             continue
-        same = [other for other in logged if letters_of(other) == letters_of(name)]
-        if same:
+        for near in _other_spellings(name, logged):
             raise ConfigurationRuntimeError(
-                f"{owner} monitors {name!r}, which the validation has not logged; did you mean {same[0]!r}? If"
+                f"{owner} monitors {name!r}, which the validation has not logged; did you mean {near!r}? If"
                 f" something logs {name!r} later, leave out the sanity check: num_sanity_val_steps=0."
             )
-        for near in get_close_matches(name, logged, n=1, cutoff=_SLIP):
-            if near[0] == name[0] and re.findall(r"\d", near) == re.findall(r"\d", name):
-                rank_zero_warn(
-                    f"{owner} monitors {name!r}, which the validation has not logged; did you mean {near!r}? If nothing"
-                    " else logs it, the run will end after its first epoch."
-                )
+
+
+def _other_spellings(name: str, logged: Sequence[str]) -> list[str]:
+    """Return the names that were probably meant: of the same letters, or mistyped."""
+    same = [other for other in logged if letters_of(other) == letters_of(name)]
+    near = get_close_matches(name, logged, n=1, cutoff=_SLIP)
+    return same or [
+        other for other in near if other[0] == name[0] and re.findall(r"\d", other) == re.findall(r"\d", name)
+    ]
 
 
 def _monitored(context: "RunContext") -> Iterator[tuple[str, str]]:
