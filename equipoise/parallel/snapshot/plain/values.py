@@ -129,7 +129,7 @@ class _PlainPickler(pickle.Pickler):
 
     def _parts_of(self, value: Any) -> Any:
         # 1. Tensors. Their elements are not read: that would wait for a device.
-        if type(value) in (Tensor, nn.Parameter):
+        if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
             self.size_of_tensors += value.nbytes
             self.has_tensors = True
             if value.device.type != "cpu":
