@@ -154,8 +154,8 @@ def every_two_steps() -> Any:
     return [ModelCheckpoint("kept", "{step}", every_n_train_steps=2, save_top_k=-1)]
 
 
-def every_validation() -> Any:
-    return [ModelCheckpoint("kept", "{step}", monitor="val_loss", save_top_k=-1)]
+def every_validation(monitor: str | None = None) -> Any:
+    return [ModelCheckpoint("kept", "{step}", monitor=monitor, save_top_k=-1)]
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,15 @@ SCENARIOS = [
         callbacks=every_validation,
         options={"max_epochs": 2, "val_check_interval": 3},
     ),
+    # Lightning forgets the best files of the first run, which lie in another folder.
+    scenario(
+        "mid-epoch-after-validation-monitored",
+        "step=3.ckpt",
+        alike=False,
+        data=resumable,
+        callbacks=lambda: every_validation("val_loss"),
+        options={"max_epochs": 2, "val_check_interval": 3},
+    ),
 ]
 
 
