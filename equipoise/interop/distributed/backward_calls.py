@@ -59,12 +59,14 @@ class BackwardCall(NamedTuple):
 
     Attributes:
         run: Function that runs it, and returns the gradients of the inputs.
+        outputs: The tensors at which it begins.
         inputs: What the gradients are for. Empty: all leaves.
         creates_graph: Whether the gradients get a graph.
         accumulates: Whether gradients are added to `.grad`, as by `backward`; False: they are returned, as by `grad`.
     """
 
     run: Callable[[], Any]
+    outputs: Sequence[Tensor]
     inputs: Sequence[Any]
     creates_graph: bool
     accumulates: bool
@@ -89,7 +91,7 @@ def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], N
         compute = partial(original, outputs, gradients, retain, create, inputs, *args, **kw)
         if _RUNS_HERE:
             return compute()
-        return around(BackwardCall(compute, inputs, create, kw["accumulate_grad"]))
+        return around(BackwardCall(compute, outputs, inputs, create, kw["accumulate_grad"]))
 
     setattr(torch.autograd, _ENGINE_CALL, run)
     return partial(setattr, torch.autograd, _ENGINE_CALL, original)

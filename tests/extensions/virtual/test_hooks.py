@@ -196,7 +196,9 @@ class Momentum(Noisy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
-            if self.way == "in place":
+            if self.way == "data":
+                self.target.weight.data.mul_(0.9)
+            elif self.way == "in place":
                 self.target.weight.mul_(0.9).add_(self.seldom_used.weight, alpha=0.1)
             else:
                 self.target.weight.data = self.target.weight.data * 0.9
@@ -207,6 +209,29 @@ class NewMomentum(Momentum):
     """The same by new data."""
 
     way = "new data"
+
+
+class MomentumOfData(Momentum):
+    """The same by `data`, whose changes torch does not count."""
+
+    way = "data"
+
+
+class ReadsGradients(Noisy):
+    """Reads the gradient of an earlier batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.net[0].weight
+        loss = super().training_step(batch, batch_idx)
+        return loss if weight.grad is None else loss + weight.grad.sum()
+
+
+class AssignsGradients(Noisy):
+    """Assigns a gradient before the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].weight.grad = torch.ones_like(self.net[0].weight)
+        return super().training_step(batch, batch_idx)
 
 
 class Queue(Noisy):
@@ -238,6 +263,9 @@ class CountsEvaluations(Noisy):
     [
         (Momentum, "`training_step` changes 'target.weight'"),
         (NewMomentum, "`training_step` changes 'target.weight'"),
+        (MomentumOfData, "`training_step` changes 'target.weight'"),
+        (ReadsGradients, "`training_step` reads or changes the gradient of a parameter.*in a hook"),
+        (AssignsGradients, "`training_step` assigns the gradient of a parameter.*in a hook"),
         (Queue, "changes the tensor 'queue' in place, which is no buffer.*Register it"),
         (CountsEvaluations, "An evaluation step changes 'evaluated'"),
     ],

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from torch.autograd.graph import get_gradient_edge
+
 from equipoise.errors import StepError
 from equipoise.parallel.device_work import in_helper_thread
 from equipoise.parallel.replicas.device_threads import ThreadState
 from equipoise.parallel.replicas.step_thread import StepThread
+from equipoise.tree import tensors_in
 
 __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
 
@@ -54,6 +57,7 @@ class SuspendedStep:
         call: Arguments of its call of the network; None before the call.
         state: State that torch keeps for the thread at the call; None before.
         inside: Name of the module that was called; None before the call.
+        network_ends: Nodes of the graph at the network's output, while the step runs after its call.
         result: Result of the function; None before its end.
         ended: True after the function has ended.
     """
@@ -64,6 +68,7 @@ class SuspendedStep:
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.state: ThreadState | None = None
         self.inside: str | None = None
+        self.network_ends: frozenset[Any] = frozenset()
         self.result: Any = None
         self.ended = False
 
@@ -102,6 +107,7 @@ class SuspendedStep:
         """End the thread without continuing the step. May be called at any time."""
         if self._thread is not None and not self.ended:
             self.ended = True
+            self.network_ends = frozenset()
             self._thread.close()
 
     def suspend(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +129,10 @@ class SuspendedStep:
         self.inside = name
         self.call = (args, kwargs)
         self.state = ThreadState.capture(("cpu", "cuda"))
-        return self.pause()
+        output = self.pause()
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self.network_ends = frozenset(get_gradient_edge(tensor).node for tensor in tensors)
+        return output
 
     def pause(self) -> Any:
         """Stop until `resume`, and return its argument. Called in the step's thread."""

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
+from equipoise.extensions.pipeline.execution.user_backwards import refuse_backwards_through_network
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
+from equipoise.parallel.divergence.changes import changed, marks_of
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.strategies.timeline import Timeline
 
@@ -70,17 +72,30 @@ class PipelinedBatch:
             device: The device of the losses.
 
         Raises:
-            StepError: If the step does not call the network.
+            StepError: If the step does not call the network, differentiates it, or changes parameters or gradients.
         """
+        # In the first batch of a run all values are compared: that a step changes them by `data`, torch does not count.
+        named = dict(self._module.named_parameters()) if len(self._steps) > 1 else {}
+        marks = partial(marks_of, named, contents=network.cut is None and processes is None)
+        before = marks()
+        gradients = _marks_of_gradients(named)
+        release = refuse_backwards_through_network()
         try:
             with self._step.hook_scope(), self._loss_profile(network, device):
                 self._start()
+                # Only the backward changes gradients from here on.
+                _check_unchanged("the gradient of ", gradients, _marks_of_gradients(named))
+                _check_unchanged("", before, marks())
                 self._run(network, processes)
+                if processes is None:
+                    _check_unchanged("", before, marks())
         except BaseException:
             # Threads of steps that wait for their output would never end.
             for step in self._steps:
                 step.abandon()
             raise
+        finally:
+            release()
         # The results stand in the order of the schedule, which need not be that of the micro-batches.
         numbers = range(len(self._steps))
         return [self._results[number] for number in numbers]
@@ -153,3 +168,17 @@ def _detached(result: StepResult) -> StepResult:
         loss = loss.detach()
     outputs = apply_to_collection(result.outputs, Tensor, Tensor.detach)
     return result._replace(loss=loss, outputs=outputs)
+
+
+def _marks_of_gradients(named: dict[str, nn.Parameter]) -> dict[str, Any]:
+    return marks_of({name: parameter.grad for name, parameter in named.items() if parameter.grad is not None})
+
+
+def _check_unchanged(what: str, noted: dict[str, Any], present: dict[str, Any]) -> None:
+    """Refuse steps that have changed a tensor of a parameter."""
+    name = changed(noted, present)
+    if name is not None:
+        raise StepError(
+            f"`training_step` changes {what}{name!r}, but under strategy='pipeline' it runs once for each micro-batch."
+            " Change it in a hook, such as `on_train_batch_start`."
+        )

@@ -88,6 +88,7 @@ class ManualSteps(PartSteps):
             before.enter()
             buffers.restore()
             raise
+        self._is_first_step = False
         self._numbers_of_run.restore()
         if self._processes.world_size > 1:
             copy_from_first(self._module.buffers())
@@ -131,7 +132,7 @@ class ManualSteps(PartSteps):
             if views:
                 give_own_buffers(self._module)
             self._metrics.take()
-            view = PartView(self._module, self._parameters, self._optimizers)
+            view = PartView(self._module, self._parameters, self._optimizers, contents=self._is_first_step)
             view.leave()
             views.append(view)
             steps.append(partial(self._run_whole, number, part))

@@ -22,6 +22,12 @@ class PartView:
 
     Objects that attributes name are not copied.
 
+    Args:
+        module: The module.
+        parameters: Its parameters.
+        optimizers: Its optimisers.
+        contents: Whether `check` compares all values of the parameters. Default: False.
+
     Attributes:
         numbers: The states of the random generators.
     """
@@ -33,9 +39,12 @@ class PartView:
         module: nn.Module,
         parameters: Sequence[nn.Parameter],
         optimizers: Sequence[Optimizer],
+        *,
+        contents: bool = False,
     ) -> None:
         modules = list(module.modules())
         self._module = module
+        self._contents = contents
         self._parameters = parameters
         self._attributes = Attributes(modules)
         self._buffers = Attributes(modules, buffers_of)
@@ -83,7 +92,7 @@ class PartView:
 
     def check(self) -> None:
         """Watch what the part does until `leave`."""
-        self._checks.enter_context(checking_part(self._module, "`training_step`", buffers=False))
+        self._checks.enter_context(checking_part(self._module, "`training_step`", contents=self._contents))
 
 
 def give_own_buffers(module: nn.Module) -> None:

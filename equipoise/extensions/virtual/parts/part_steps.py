@@ -20,7 +20,12 @@ from equipoise.extensions.virtual.parts.metric_exchange import MetricExchange
 from equipoise.extensions.virtual.parts.part_attributes import PartAttributes
 from equipoise.extensions.virtual.parts.part_batches import Part, seed_generators
 from equipoise.extensions.virtual.parts.part_modules import PartModules
-from equipoise.extensions.virtual.parts.refusals import checking_part, explained_sizes, is_other_option
+from equipoise.extensions.virtual.parts.refusals import (
+    checking_part,
+    explained_sizes,
+    hiding_gradients,
+    is_other_option,
+)
 from equipoise.interop.metrics import MetricState
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
@@ -85,6 +90,10 @@ class PartSteps:
         self._metrics = metrics
         self._count = count
         self._tree = GradientTree(count, processes)
+        # In the first step of a run all values are compared: that a step changes them by `data`, torch does not count.
+        self._is_first_step = True
+        # Whether each parameter has a gradient where the step begins.
+        self._have_gradients: list[bool] = []
 
     def close(self) -> None:
         """Release what steps hold, at the end of the run."""
@@ -102,6 +111,7 @@ class PartSteps:
         # 1. Gradients of earlier batches of the window are put aside.
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         earlier: Gradients = [None] * len(parameters)
+        self._have_gradients = [parameter.grad is not None for parameter in parameters]
         # The first backward of a window zeroes the gradients of the last one.
         weights_before = [] if step.begins_window else list(self._weights)
         if not step.begins_window:
@@ -135,6 +145,7 @@ class PartSteps:
             raise
         if self._processes.world_size > 1:
             copy_from_first(self._module.buffers())
+        self._is_first_step = False
 
         # 3. The gradients of the step are added to the earlier ones.
         give_gradients(parameters, added(earlier, total))
@@ -213,7 +224,7 @@ class PartSteps:
         seed_generators(seed_of_order(), "part", self._epoch(), step.batch_idx, number)
         size = self._weight_of(part)
         with self._modules.computing(part.place) as module, explained_sizes(part.size, number, self._count):
-            result = self._run_part(step, module, part.batch, size, is_first=is_first)
+            result = self._run_part(step, module, part.batch, size, parameters, is_first=is_first)
         return result, size, take_gradients(parameters)
 
     def _epoch(self) -> int:
@@ -242,16 +253,26 @@ class PartSteps:
             return part.size
         return self._size_of(part.batch) or 0
 
-    def _run_part(self, step: TrainingStep, module: nn.Module, batch: Any, size: int, *, is_first: bool) -> StepResult:
+    def _run_part(
+        self,
+        step: TrainingStep,
+        module: nn.Module,
+        batch: Any,
+        size: int,
+        parameters: Sequence[nn.Parameter],
+        *,
+        is_first: bool,
+    ) -> StepResult:
         """Run the step and the backward of a part with the module of its device."""
         step.begin_micro_batch(size, size)
-        with checking_part(self._module, "`training_step`", buffers=False):
+        hiding = hiding_gradients(parameters, self._have_gradients, begins_window=step.begins_window)
+        checking = checking_part(self._module, "`training_step`", contents=self._is_first_step)
+        with checking, hiding:
             result = step.run_on(module, batch, size)
         # Numbers are divided alike in all processes, tensors on a device are not.
         result = result._replace(weight=_number(result.weight or 0))
         # The first backward of all begins with the weight of rank 0, which the others receive.
-        checking = nullcontext() if is_first else checking_part(self._module, "The backward", buffers=False)
-        with checking:
+        with nullcontext() if is_first else checking_part(self._module, "The backward"):
             # Hooks of the backward log for each part, too.
             _, logged = step.capture_logs(partial(step.backward, result))
         return result._replace(logged=[*result.logged, *logged])

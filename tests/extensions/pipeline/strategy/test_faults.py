@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -401,6 +402,69 @@ class Never(Mlp):
 def test_steps_that_call_the_network_twice_or_not_at_all():
     refused(Twice(), "calls the network twice.*torch.cat", StepError)
     refused(Never(), "did not call the network.*choose another strategy", StepError)
+
+
+class Changing(Mlp):
+    """Changes a weight or a gradient before or after its call of the network."""
+
+    def __init__(self, change: Callable[[Any], Any], *, after: bool = False) -> None:
+        super().__init__()
+        self.change = change
+        self.after = after
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) if self.after else None
+        with torch.no_grad():
+            self.change(next(self.net.parameters()))
+        return super().training_step(batch, batch_idx) if loss is None else loss
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    "change", [lambda weight: weight.clamp_(-0.1, 0.1), lambda weight: weight.data.mul_(0.9)], ids=["itself", "data"]
+)
+def test_steps_that_change_weights(change: Any, after: bool) -> None:
+    refused(
+        Changing(change, after=after), r"changes 'net\..*weight', .*once for each micro-batch.*in a hook", StepError
+    )
+
+
+def test_steps_that_change_gradients() -> None:
+    def halve(weight: Any) -> None:
+        if weight.grad is not None:
+            weight.grad.mul_(0.5)
+
+    run = quiet(**pipelined(2), accumulate_grad_batches=2)
+    with pytest.raises(StepError, match=r"changes the gradient of 'net\..*weight'"):
+        run.fit(Changing(halve).double(), DataLoader(Batches([4, 4]), batch_size=None))
+
+
+class Slopes(Mlp):
+    """Takes the gradients of the output, or of the loss, with respect to something."""
+
+    def __init__(self, of_output: bool) -> None:
+        super().__init__()
+        self.of_output = of_output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = batch["features"].clone().requires_grad_()
+        output = self(features)
+        loss = output.square().mean()
+        given = output if self.of_output else features
+        slopes = torch.autograd.grad(output.pow(3).sum(), given, create_graph=True, allow_unused=True)[0]
+        return loss if slopes is None else loss + slopes.square().mean()
+
+
+def test_gradients_through_the_network_within_a_step() -> None:
+    refused(Slopes(of_output=False), "takes gradients through the network.*with dp or ddp", StepError)
+    # The graph after the network is whole.
+    weights = []
+    for options in ({"accelerator": "cpu", "devices": 1}, pipelined(2)):
+        torch.manual_seed(0)
+        module = Slopes(of_output=True).double()
+        quiet(**options).fit(module, DataLoader(Batches([4, 4]), batch_size=None))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles

@@ -1,0 +1,46 @@
+"""Marks of tensors, which differ after a change: a step that runs several times in place of once may not make any."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.interop.torch.modules import versions
+from equipoise.parallel.divergence.digests import digests_of, has_digest
+
+__all__ = ["changed", "marks_of"]
+
+
+def marks_of(tensors: Mapping[str, Tensor], *, contents: bool = False) -> dict[str, Any]:
+    """Return by name what differs after a tensor was changed.
+
+    Args:
+        tensors: The tensors.
+        contents: Whether changes by `data` are seen as well, which torch does not count. All values are read for this.
+    """
+    counts = versions(tensors.values()) or [0] * len(tensors)
+    marks: dict[str, Any] = {}
+    if not contents:
+        for (name, tensor), count in zip(tensors.items(), counts, strict=True):
+            marks[name] = (count, _memory(tensor))
+        return marks
+    marks.update(zip(tensors, counts, strict=True))
+    names = [name for name, tensor in tensors.items() if has_digest(tensor)]
+    digests = digests_of([tensors[name] for name in names]).tolist()
+    for name, digest in zip(names, digests, strict=True):
+        marks[name] = (marks[name], digest)
+    return marks
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the name of a tensor whose marks differ; None if there is none."""
+    names = sorted({*before, *now})
+    return next((name for name in names if before.get(name) != now.get(name)), None)
+
+
+def _memory(tensor: Tensor) -> int:
+    # Sparse tensors have none of their own, and of subclasses, such as lazy or quantised ones, not all have it.
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        return tensor.data_ptr()
+    return id(tensor)
