@@ -362,12 +362,13 @@ class FirstRankSkips(Noisy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         # The first part of a process is that of rank 0 in a step's first four parts.
-        skipped = batch_idx % 3 == 0 and self.trainer.global_rank == 0 and self.parts_seen < 4
-        self.parts_seen += 1
+        skipped = batch_idx % 3 == 0 and self.trainer.global_rank == 0 and len(self.parts_seen) < 4
+        self.parts_seen.append(None)
         return {"loss": loss, "loss_weight": 0 if skipped else len(batch[0])}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.parts_seen = 0
+        # Items of a list, unlike a number, are not set back before each part.
+        self.parts_seen: list[None] = []
 
 
 @pytest.mark.slow
