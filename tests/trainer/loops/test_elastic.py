@@ -108,7 +108,7 @@ class Watched(L.LightningModule):
 
 
 class Saves(L.Callback):
-    """Saves a checkpoint after some batches of the run, in which all processes have a batch.
+    """Saves a checkpoint after some batches of the training, in which all processes have a batch.
 
     Args:
         folder: Where the files go, named by the number of the batch.
@@ -257,13 +257,12 @@ def test_any_number_of_processes(before: str, after: str, accumulate: int, at: i
 def test_three_changes_in_one_run(tmp_path: Path) -> None:
     run, expected = writer_of("ddp 2", tmp_path, 3, (1,))
     checkpoint = tmp_path / "1.ckpt"
-    module = Watched()
-    for number, (strategy, devices) in enumerate([("ddp", 3), ("single_device", 1), ("ddp", 4)]):
-        folder = tmp_path / f"{number}"
+    # Each run counts on from the checkpoint.
+    for at, strategy, devices in [(4, "ddp", 3), (7, "single_device", 1), (10, "ddp", 4)]:
         module = Watched()
-        Run(strategy, devices, run.loader, 3).fit(module, checkpoint, [Saves(folder, (2,))])
+        Run(strategy, devices, run.loader, 3).fit(module, checkpoint, [Saves(tmp_path, (at,))])
         assert_same(expected, module)
-        checkpoint = folder / "2.ckpt"
+        checkpoint = tmp_path / f"{at}.ckpt"
 
 
 def pipeline(replicas: int) -> Run:
