@@ -125,7 +125,8 @@ class BatchStream:
         self._draw_order()
         # 1. Pass over the batches that were read, if possible without loading them.
         # The batch that was read ahead comes from the checkpoint, so the loader's is dropped.
-        passed_over = batches_read + (ahead is not NOTHING)
+        # Other processes may have read more than this one may.
+        passed_over = int(min(batches_read + (ahead is not NOTHING), self._limit_here))
         if not stateful and not self.combined and _can_skip(self.loader):
             batches = self._skip_unloaded(passed_over)
         else:

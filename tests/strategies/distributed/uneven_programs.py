@@ -50,6 +50,9 @@ class Program:
     def steps(self, epoch: int) -> list[list[int | None]]:
         """Return for each step of an epoch the number of samples of each process; None without a batch."""
         of_processes = self.sizes[epoch]
+        if self.kind in ("promising stream", "loader"):
+            # Data beyond the promise are not read.
+            of_processes = [sizes[:promise] for sizes, promise in zip(of_processes, self.promise, strict=True)]
         count = max(map(len, of_processes))
         limit = self.options.get("limit_train_batches", count)
         return [
@@ -131,7 +134,7 @@ class PromisingStream(Stream):
 
 
 class Loader:
-    """A loader that is no DataLoader, and promises a length."""
+    """A loader that is no DataLoader, promises a length, and fails if it is asked for a batch beyond it."""
 
     def __init__(self, epochs: Epochs) -> None:
         self.epochs = epochs
@@ -140,7 +143,9 @@ class Loader:
         return self.epochs.program.promise[self.epochs.rank]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return self.epochs.batches()
+        for read, batch in enumerate(self.epochs.batches()):
+            assert read < len(self)
+            yield batch
 
 
 class Samples(Dataset[Tensor]):
