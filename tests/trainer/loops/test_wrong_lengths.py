@@ -163,12 +163,14 @@ def test_a_loader_is_not_asked_for_a_batch_beyond_its_length(make: Any, options:
     assert len(run.predict(module, make(3))) == 3
 
 
-def test_processes_ask_their_loaders_for_no_batch_beyond_their_lengths() -> None:
-    """The process with fewer batches takes part in the last step without one."""
-    module = Small()
-    run = trainer(strategy="ddp", devices=2, max_epochs=2, use_distributed_sampler=False)
-    run.fit(module, datamodule=OfRank())
-    assert run.global_step == 6
+def test_processes_ask_their_loaders_for_no_batch_beyond_their_lengths(tmp_path: Path) -> None:
+    """The process with fewer batches takes part in the last step without one, also where a run resumes behind it."""
+    options = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "use_distributed_sampler": False}
+    for path in (None, tmp_path / "step=3.ckpt"):
+        saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        run = trainer(**options, callbacks=[saves], enable_checkpointing=True)
+        run.fit(Small(), datamodule=OfRank(), ckpt_path=path)
+        assert run.global_step == 6
 
 
 class OfRank(L.LightningDataModule):
