@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.support.trainer_runs import Small, Stream, trainer
@@ -96,6 +97,28 @@ def test_a_hook_that_is_called_again_leaves_optimisers_and_buffers(tmp_path: Pat
     module = resumed(Module, tmp_path)
     assert float(module.count) == 2
     assert module.rate == 1e-4 / 4
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors(tmp_path: Path) -> None:
+    """A buffer whose entries become more, and an attribute; either would be too large in dense memory."""
+
+    def entry(place: int) -> Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([[place], [0]]), torch.ones(1), (100_000, 100_000))
+
+    class Module(Recording):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("graph", entry(0), persistent=False)
+            self.row = torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1 << 30))
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.graph.add_(entry(1 + self.global_step))
+            self.row.values().mul_(2)
+
+    module = resumed(Module, tmp_path)
+    assert module.graph.coalesce().indices()[0].tolist() == [0, 1, 2, 3, 4]
+    assert module.row.values().tolist() == [2**4]
 
 
 def test_large_data_are_no_state(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ def _put(owner: Any, step: Step, value: Any) -> None:
 def _refill(present: Any, value: Any) -> bool:
     """Change the contents of a tensor or container, and return whether that was possible."""
     if isinstance(present, Tensor) and isinstance(value, Tensor):
-        is_alike = present.shape == value.shape and present.dtype == value.dtype
+        # A sparse tensor may have another number of entries.
+        is_dense = present.layout is value.layout is torch.strided
+        is_alike = is_dense and present.shape == value.shape and present.dtype == value.dtype
         # Torch refuses writes to an inference tensor outside of inference mode.
         if not is_alike or present.is_inference():
             return False

@@ -129,8 +129,8 @@ class _PlainPickler(pickle.Pickler):
 
     def _parts_of(self, value: Any) -> Any:
         # 1. Tensors. Their elements are not read: that would wait for a device.
-        if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
-            self.size_of_tensors += value.nbytes
+        if type(value) in (Tensor, nn.Parameter):
+            self.size_of_tensors += _size_of(value)
             self.has_tensors = True
             if value.device.type != "cpu":
                 self.is_elsewhere = True
@@ -149,6 +149,19 @@ class _PlainPickler(pickle.Pickler):
                 raise _LargeError
             return value.dtype.str, value.shape, value.tobytes()
         raise _OtherError
+
+
+def _size_of(tensor: Tensor) -> int:
+    """Return the bytes that a file would hold of a tensor, which are not those of the zeros of a sparse one."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    # Dense tensors do not need it.
+    from equipoise.parallel.communication.tensor_copies import dense_members
+
+    # Entries at the same place are added up.
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+    return sum(member.nbytes for member in dense_members(tensor))
 
 
 def _is_dictionary(value: Any) -> bool:
