@@ -72,7 +72,9 @@ class UserSteps:
             # Parts of cut layers, and weights that are gathered in another form, are torch's alone.
             if type(gathered) is nn.Parameter and gathered.dtype == shard.dtype:
                 parameters.append(Seen(shard, gathered, self))
-                self._follow_gradients(parameters[-1])
+                # Weights in few bits have no gradients.
+                if gathered.is_floating_point() or gathered.is_complex():
+                    self._follow_gradients(parameters[-1])
 
         def all_of_them(action: Callable[[Seen], None]) -> Callable[[], None]:
             def act() -> None:
