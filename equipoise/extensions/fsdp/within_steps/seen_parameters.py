@@ -390,6 +390,11 @@ class WholeParameter(nn.Parameter):
 class FreedParameter(WholeParameter):
     """A parameter that was gathered, and is in shards again: the shard stands for it."""
 
+    def untyped_storage(self) -> Any:
+        """Return the parameter's own memory, which is empty. That of the shard is counted with the shard."""
+        with own_functions():
+            return super().untyped_storage()
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_leaves(_shard, (args, kwargs or {}))
