@@ -273,12 +273,8 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 @pytest.mark.parametrize("checkpoints", ["full", "sharded"])
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_ends_as_an_undisturbed_one(name: str, checkpoints: str, continued: dict[Any, Any]) -> None:
-    expected = averaged(name)
-    actual = continued[name, checkpoints]
-    assert_close(expected["weights"], actual["weights"])
-    # The first epoch was validated before.
-    values = [expected["values"][number] for number in range(1, 5)]
-    assert_close(dict(enumerate(values)), actual["values"])
+    """Its values are those of all validations: that of the first epoch was noted before the checkpoint."""
+    assert_same(averaged(name), continued[name, checkpoints])
 
 
 def saves_epochs(folder: Path) -> Callback:
