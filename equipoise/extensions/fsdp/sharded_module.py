@@ -105,6 +105,7 @@ class ShardedModule:
             copy_from_first(self.module.buffers())
             begin_as_root(self.module)
             self._gather_once()
+            after_the_run = whole_parameters(self._originals)
             self.steps = UserSteps(self._sharded, by_hand=by_hand, processes=divide_by)
             self._hooks += self.steps.hooks
             self._wrap_steps()
@@ -113,7 +114,7 @@ class ShardedModule:
         except BaseException:
             self._put_back()
             raise
-        self._originals = whole_parameters(self._originals)
+        self._originals = after_the_run
         for original in self._originals.values():
             _release_memory(original)
 

@@ -1,6 +1,7 @@
 """Values, gradients and switches of parameters in shards, read and changed by steps, against one device, in float64."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from tests.conftest import ignoring
@@ -321,3 +323,31 @@ def run_all(processes: int, names: list[str], units: str) -> dict[str, Any]:
 def test_a_step_has_the_effect_of_one_device(units: str, processes: int) -> None:
     outcomes = in_processes(processes, partial(run_all, processes, NAMES, units))
     assert_each_close(on_one_device, outcomes)
+
+
+class Pickles(Net):
+    """One process alone pickles weights in a step and in a hook, and all keep a shard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.pickle(self.first.weight, nn.Parameter)
+        self.pickle(self.blocks[0].up.weight, DTensor)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.pickle(self.first.weight, DTensor)
+        self.kept = [self.first.weight]
+
+    def pickle(self, weight: Tensor, kind: type) -> None:
+        if self.global_rank == 0:
+            weight.mark = "m"  # type: ignore[attr-defined]
+            pickled = pickle.loads(pickle.dumps(weight))
+            assert type(pickled) is kind
+            assert (pickled.requires_grad, pickled.mark, "_seen" in vars(pickled)) == (True, "m", False)
+            assert torch.equal(
+                getattr(pickled, "to_local", pickled.detach)(), getattr(weight, "to_local", weight.detach)()
+            )
+
+
+def test_a_pickle_has_plain_tensors() -> None:
+    module, _ = fit(Pickles, fsdp(), 2, max_epochs=1)
+    assert type(module.kept[0]) is DTensor

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import StepError
-from equipoise.extensions.fsdp.mesh.grid import part_of
+from equipoise.extensions.fsdp.mesh.grid import copy_marks, part_of
 from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.extensions.fsdp.within_steps.in_place import IN_PLACE, RANDOM, VIEWS, override
 from equipoise.extensions.fsdp.within_steps.whole_results import Mean, compute_whole, gathered, part_like, sum_gradient
@@ -138,6 +138,15 @@ def hook_whole(whole_parameter: Tensor, hook: Callable[[Tensor], Tensor | None])
     return handle
 
 
+def _reduced(parameter: Any, plain: Any, protocol: Any) -> Any:
+    """Return what a pickle has of a parameter: a plain tensor, which belongs to no run."""
+    with own_functions():
+        plain.requires_grad_(parameter.requires_grad)
+        copy_marks(plain, parameter)
+        vars(plain).pop("_seen", None)
+        return plain.__reduce_ex__(protocol)
+
+
 def _replace(parameter: Any, value: Tensor) -> None:
     """Write values to a parameter to whose `data` they are assigned."""
     if value.shape != parameter.shape or value.dtype != parameter.dtype:
@@ -233,6 +242,11 @@ class Shard(DTensor):
                 copied = nn.Parameter(copied, requires_grad=self.requires_grad)
         memo[id(self)] = copied
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with own_functions():
+            plain = self.detach()
+        return _reduced(self, plain, protocol)
 
 
 class ShardInStep(Shard):
@@ -385,6 +399,11 @@ class WholeParameter(nn.Parameter):
         copied = nn.Parameter(values, requires_grad=self.requires_grad)
         memo[id(self)] = copied
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self._seen.is_gathered:
+            return self._seen.shard.__reduce_ex__(protocol)
+        return _reduced(self, nn.Parameter(_own_data(self)), protocol)
 
 
 class FreedParameter(WholeParameter):
