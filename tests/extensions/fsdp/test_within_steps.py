@@ -326,7 +326,7 @@ def test_a_step_has_the_effect_of_one_device(units: str, processes: int) -> None
 
 
 class Pickles(Net):
-    """One process alone pickles weights in a step and in a hook, and all keep a shard."""
+    """One process alone pickles weights in a step and in a hook, and all make parameters of others and keep one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.pickle(self.first.weight, nn.Parameter)
@@ -335,6 +335,9 @@ class Pickles(Net):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.pickle(self.first.weight, DTensor)
+        # Torch makes parameters of tensors whose values `detach` returns in the same class.
+        self.to("cpu")
+        assert torch.equal(nn.Parameter(self.first.weight.data).to_local(), self.first.weight.to_local())
         self.kept = [self.first.weight]
 
     def pickle(self, weight: Tensor, kind: type) -> None:
@@ -348,6 +351,6 @@ class Pickles(Net):
             )
 
 
-def test_a_pickle_has_plain_tensors() -> None:
+def test_parameters_are_pickled_and_made_of_others() -> None:
     module, _ = fit(Pickles, fsdp(), 2, max_epochs=1)
     assert type(module.kept[0]) is DTensor

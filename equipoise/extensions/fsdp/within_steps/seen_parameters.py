@@ -208,15 +208,22 @@ class Shard(DTensor):
     @property
     def data(self) -> Any:
         """Return the values, which belong to no graph."""
-        alias = _own_data(self)
-        # What changes the data changes the parameter.
-        change_class(alias, type(self), _seen=self._seen)
-        return alias
+        return self._alias(_own_data(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
         # Torch would exchange the tensor, and not the shard in it.
         _replace(self, value)
+
+    def detach(self) -> Any:
+        """Return the values, which belong to no graph."""
+        with own_functions():
+            return self._alias(Tensor.detach(self))
+
+    def _alias(self, values: Tensor) -> Any:
+        """Return values that are those of this tensor: what changes them changes the parameter."""
+        change_class(values, type(self), _seen=self._seen)
+        return values
 
     @property
     def grad(self) -> Any:
@@ -228,10 +235,11 @@ class Shard(DTensor):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        if self._seen is None:
+        seen = _seen_of(self)
+        if seen is None:
             _set_own_gradient(self, value)
         else:
-            self._seen.set_gradient(value)
+            seen.set_gradient(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with own_functions():
@@ -245,7 +253,7 @@ class Shard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with own_functions():
-            plain = self.detach()
+            plain = Tensor.detach(self)
         return _reduced(self, plain, protocol)
 
 
@@ -324,16 +332,20 @@ def _in_step(leaf: Any) -> Any:
 
 def _gathered_parameter(leaf: Any) -> Any:
     """Return the whole parameter for one in shards that is gathered, unless its values alone are meant."""
-    if isinstance(leaf, Shard) and leaf._seen is not None and leaf._seen.is_gathered and leaf is leaf._seen.shard:
-        return leaf._seen.whole
-    return leaf
+    seen = _seen_of(leaf)
+    return seen.whole if seen is not None and seen.is_gathered else leaf
 
 
 def _leaf_of_graph(leaf: Any) -> Any:
     """Return the whole parameter for one in shards: the graph has it, even after it was freed."""
-    if isinstance(leaf, Shard) and leaf._seen is not None:
-        return leaf._seen.whole
-    return leaf
+    seen = _seen_of(leaf)
+    return leaf if seen is None else seen.whole
+
+
+def _seen_of(value: Any) -> Seen | None:
+    """Return both forms of a parameter in shards; None for other values, such as the parameter's data."""
+    seen = value._seen if isinstance(value, Shard) else None
+    return seen if seen is not None and seen.shard is value else None
 
 
 def _partly_freed(name: str, inherited: Any) -> Any:
