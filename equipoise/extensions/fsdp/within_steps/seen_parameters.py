@@ -235,11 +235,11 @@ class Shard(DTensor):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        seen = _seen_of(self)
-        if seen is None:
+        forms = _forms_of(self)
+        if forms is None:
             _set_own_gradient(self, value)
         else:
-            seen.set_gradient(value)
+            forms.set_gradient(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with own_functions():
@@ -332,20 +332,25 @@ def _in_step(leaf: Any) -> Any:
 
 def _gathered_parameter(leaf: Any) -> Any:
     """Return the whole parameter for one in shards that is gathered, unless its values alone are meant."""
-    seen = _seen_of(leaf)
-    return seen.whole if seen is not None and seen.is_gathered else leaf
+    forms = _forms_of(leaf)
+    if forms is None or not forms.is_gathered:
+        return leaf
+    return forms.whole
 
 
 def _leaf_of_graph(leaf: Any) -> Any:
     """Return the whole parameter for one in shards: the graph has it, even after it was freed."""
-    seen = _seen_of(leaf)
-    return leaf if seen is None else seen.whole
+    forms = _forms_of(leaf)
+    if forms is None:
+        return leaf
+    return forms.whole
 
 
-def _seen_of(value: Any) -> Seen | None:
+def _forms_of(value: Any) -> Seen | None:
     """Return both forms of a parameter in shards; None for other values, such as the parameter's data."""
-    seen = value._seen if isinstance(value, Shard) else None
-    return seen if seen is not None and seen.shard is value else None
+    if isinstance(value, Shard) and value._seen is not None and value._seen.shard is value:
+        return value._seen
+    return None
 
 
 def _partly_freed(name: str, inherited: Any) -> Any:
