@@ -59,6 +59,21 @@ def test_what_the_start_sets_is_of_the_present_process(tmp_path: Path) -> None:
     assert resumed(Module, tmp_path).folder == "run 2"
 
 
+def test_a_container_in_a_dictionary_stays_the_one_that_an_attribute_names(tmp_path: Path) -> None:
+    class Module(Recording):
+        def __init__(self) -> None:
+            super().__init__()
+            self.indices: list[int] = []
+            self.by_name = {"indices": self.indices}
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.indices.append(batch_idx)
+
+    module = resumed(Module, tmp_path)
+    assert module.by_name["indices"] is module.indices
+    assert module.indices == [0, 1, 0, 1]
+
+
 def test_objects_that_lack_are_named(tmp_path: Path) -> None:
     class Meter:
         total = 0

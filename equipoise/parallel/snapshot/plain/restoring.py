@@ -99,7 +99,13 @@ def _refill(present: Any, value: Any) -> bool:
             return False
         present.detach().copy_(value)
         return True
-    if isinstance(present, dict | set) and isinstance(value, dict | set):
+    if isinstance(present, dict) and isinstance(value, dict):
+        # Containers in it may be attributes, too.
+        kept = {key: item for key, item in present.items() if _is_container(item) and _refill(item, value.get(key))}
+        present.clear()
+        present.update({**value, **kept})
+        return True
+    if isinstance(present, set) and isinstance(value, set):
         present.clear()
         present.update(value)
         return True
@@ -108,3 +114,7 @@ def _refill(present: Any, value: Any) -> bool:
         present.extend(value)
         return True
     return False
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | set | list | deque)
