@@ -74,6 +74,45 @@ def test_a_container_in_a_dictionary_stays_the_one_that_an_attribute_names(tmp_p
     assert module.indices == [0, 1, 0, 1]
 
 
+def test_views_of_weights_are_no_values(tmp_path: Path) -> None:
+    class Module(Recording):
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            super().__init__()
+
+        def on_train_start(self) -> None:
+            # The first is replaced by other values in each step, the others stay views.
+            self.level = self.layer.weight.data
+            self.views = [self.layer.weight.data]
+
+        def on_train_epoch_start(self) -> None:
+            self.later = [self.layer.weight.data]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.level = self.layer.weight.data.clone() * 3
+
+    undisturbed = Module()
+    trainer(max_epochs=2).fit(undisturbed, DataLoader(ROWS, batch_size=2))
+    module = resumed(Module, tmp_path)
+    weight = module.layer.weight
+    assert torch.equal(weight, undisturbed.layer.weight)
+    assert torch.equal(module.level, undisturbed.level)
+    assert module.views[0].data_ptr() == module.later[0].data_ptr() == weight.data_ptr()
+
+
+def test_two_names_of_a_value_remain_names_of_one(tmp_path: Path) -> None:
+    class Module(Recording):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if not self.global_step:
+                self.rows: list[int] = []
+                self.latest = self.rows
+            self.latest.append(batch_idx)
+
+    module = resumed(Module, tmp_path)
+    assert module.latest is module.rows
+    assert module.rows == [0, 1, 0, 1]
+
+
 def test_objects_that_lack_are_named(tmp_path: Path) -> None:
     class Meter:
         total = 0

@@ -1,22 +1,25 @@
 """Leaves of objects: the plain values, generators and further objects to which their attributes and items lead."""
 
 import pickle
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise.interop.torch.modules import unsaved_buffers_of
 from equipoise.parallel.snapshot.generators import generator_state, is_generator
 from equipoise.parallel.snapshot.plain.paths import Path, Root, steps_from
-from equipoise.parallel.snapshot.plain.values import LARGEST, Content, Contents
+from equipoise.parallel.snapshot.plain.values import LARGEST, Content, Contents, memory_of
 
-__all__ = ["Leaf", "Leaves"]
+__all__ = ["Leaf", "Leaves", "own_memory"]
 
 # Longer paths lead through linked objects, such as the nodes of a tree.
 _MOST_STEPS = 8
-# Python may share such values between places that have nothing to do with each other.
-_SHARED_BY_PYTHON = (str, int, float, bool, bytes, type(None))
+
+
+# Plain values that can be changed in place, so that it counts whether two names stand for one of them.
+_CHANGEABLE = (dict, list, set, deque, Tensor)
 
 
 class Leaf(NamedTuple):
@@ -24,8 +27,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: The path to it.
-        kind: "values", "generators", or "objects" for what no file can hold and what is too large.
-        value: The value.
+        kind: "values", "generators", "aliases" for further names of a value, or "objects" for what no file can hold and
+            what is too large.
+        value: The value; of an alias the path to it.
         content: What tells it from another one.
     """
 
@@ -45,10 +49,14 @@ class Leaves:
 
     def __init__(self) -> None:
         self._contents = Contents()
+        # Of a plain value the path that has led to it, by its identity.
+        self._first_paths: dict[int, Path] = {}
 
     def of(self, roots: Mapping[str, Root]) -> Iterator[Leaf]:
-        """Yield the leaves of objects, each of them once, by the first path that leads to it."""
+        """Yield the leaves of objects. What is followed further is so once, by the first path that leads to it."""
         visited = _with_own_entries(roots)
+        self._contents.own_memory = own_memory(roots)
+        self._first_paths.clear()
         for name, root in roots.items():
             # A copy: another thread may set attributes meanwhile.
             for step, value in list(vars(root.value).items()):
@@ -73,24 +81,29 @@ class Leaves:
 
     def _follow(self, value: Any, path: Path, visited: set[int], largest: int) -> Iterator[Leaf]:
         """Yield the leaves of a value."""
-        # 1. An object is followed once, which also ends circles.
-        if not isinstance(value, _SHARED_BY_PYTHON):
-            if id(value) in visited:
-                return
-            visited.add(id(value))
-        # 2. A plain value is a leaf. One that is too large for a checkpoint counts as an object.
+        if id(value) in visited and isinstance(value, Tensor | nn.Module):
+            return
+        # 1. A plain value is a leaf. One that is too large for a checkpoint counts as an object.
         content = self._contents.of(value, largest)
         if content is not None:
+            first_path = self._first_paths.setdefault(id(value), path)
+            if first_path is not path and isinstance(value, _CHANGEABLE):
+                yield Leaf(path, "aliases", first_path, Content(first_path))
+                return
             kind = "values"
             if content.size > largest:
                 kind = "objects"
             yield Leaf(path, kind, value, content)
             return
-        # 3. So is a generator, which has a state that a file can hold.
+        # 2. So is a generator, which has a state that a file can hold.
         if is_generator(value):
             state = pickle.dumps(generator_state(value))
             yield Leaf(path, "generators", value, Content(state))
             return
+        # 3. An object is followed once, which also ends circles.
+        if id(value) in visited:
+            return
+        visited.add(id(value))
         # 4. What is not followed further is noted as an object.
         steps = steps_from(value)
         if steps is None or len(path) > _MOST_STEPS:
@@ -116,3 +129,14 @@ def _with_own_entries(roots: Mapping[str, Root]) -> set[int]:
             identities.update(map(id, root.value.parameters()))
             identities.update(map(id, root.value.buffers()))
     return identities
+
+
+def own_memory(roots: Mapping[str, Root]) -> frozenset[int | None]:
+    """Return the memory of weights and buffers that a checkpoint holds by themselves. Attributes may be views of it."""
+    tensors: list[Tensor] = []
+    for root in roots.values():
+        if isinstance(root.value, nn.Module):
+            unsaved = unsaved_buffers_of(root.value)
+            tensors += root.value.parameters(recurse=False)
+            tensors += [buffer for name, buffer in root.value.named_buffers(recurse=False) if name not in unsaved]
+    return frozenset(map(memory_of, tensors)) - {None}

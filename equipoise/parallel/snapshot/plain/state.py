@@ -66,10 +66,10 @@ class PlainState:
 
         Returns:
             Under "values" paths, values, and whether tensors in them were on another device than the CPU; under
-            "generators" paths and states; under "objects" paths and names of classes, for what no file can hold or
-            what is too large.
+            "generators" paths and states; under "aliases" paths and those of the same values; under "objects" paths
+            and names of classes, for what no file can hold or what is too large.
         """
-        state: State = {"values": [], "generators": [], "objects": []}
+        state: State = {"values": [], "generators": [], "aliases": [], "objects": []}
         for leaf in self._leaves.of(roots):
             if self._noted.get(repr(leaf.path)) == leaf.mark:
                 continue
@@ -80,6 +80,8 @@ class PlainState:
                 entry.append(leaf.content.is_elsewhere)
             elif leaf.kind == "generators":
                 entry.append(generator_state(leaf.value))
+            elif leaf.kind == "aliases":
+                entry.append(list(leaf.value))
             else:
                 entry.append(type(leaf.value).__qualname__)
             state[leaf.kind].append(entry)

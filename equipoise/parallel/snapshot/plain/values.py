@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.interop.torch.modules import versions
 
-__all__ = ["LARGEST", "Content", "Contents"]
+__all__ = ["LARGEST", "Content", "Contents", "memory_of"]
 
 # Bytes of a value that is still written to a checkpoint.
 LARGEST = 1 << 26
@@ -39,8 +39,21 @@ class Content(NamedTuple):
     is_elsewhere: bool = False
 
 
+def memory_of(tensor: Any) -> int | None:
+    """Return the address of a tensor's memory, which its views share; None if it has none that could be shared."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
+
+
 class Contents:
-    """Tells plain values from others, and whether they have changed."""
+    """Tells plain values from others, and whether they have changed.
+
+    Attributes:
+        own_memory: Memory of tensors that are saved elsewhere. What shares it is no value of its own.
+    """
+
+    own_memory: frozenset[int | None] = frozenset()
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -130,6 +143,8 @@ class _PlainPickler(pickle.Pickler):
     def _parts_of(self, value: Any) -> Any:
         # 1. Tensors. Their elements are not read: that would wait for a device.
         if type(value) in (Tensor, nn.Parameter):
+            if memory_of(value) in self._contents.own_memory:
+                raise _OtherError
             self.size_of_tensors += _size_of(value)
             self.has_tensors = True
             if value.device.type != "cpu":
