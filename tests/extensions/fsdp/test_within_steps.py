@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
+from equipoise import StepError
 from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_each_close, fit, fsdp, in_processes, weights_of
 
@@ -253,6 +254,18 @@ def halved(module: Any, batch: Any, batch_idx: int) -> Tensor:
     return module.loss(batch)
 
 
+def called_with(module: Any, network: Any, batch: Any) -> Tensor:
+    weights = {name: 0.9 * parameter for name, parameter in module.blocks[1].named_parameters()}
+    hidden = module.first(batch[0])
+    with torch.no_grad():
+        wanted = torch.func.functional_call(network, weights, (hidden,))
+    return module.loss(batch) + (module.blocks[1](hidden) - wanted).square().mean()
+
+
+def other_weights(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    return called_with(module, copy.deepcopy(module.blocks[1]), batch)
+
+
 class Constrained(nn.Linear):
     def forward(self, features: Tensor) -> Tensor:
         self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
@@ -268,7 +281,9 @@ BY_HAND: dict[str, Step] = {
         *(frozen_between, loaded),
     )
 }
-AUTOMATIC: dict[str, Step] = {step.__name__: step for step in (penalised, attacked, constrained, averaged, halved)}
+AUTOMATIC: dict[str, Step] = {
+    step.__name__: step for step in (penalised, attacked, constrained, averaged, halved, other_weights)
+}
 UNITS: dict[str, dict[str, Any]] = {
     "automatic": {},
     "one": {"units": []},
@@ -323,6 +338,17 @@ def run_all(processes: int, names: list[str], units: str) -> dict[str, Any]:
 def test_a_step_has_the_effect_of_one_device(units: str, processes: int) -> None:
     outcomes = in_processes(processes, partial(run_all, processes, NAMES, units))
     assert_each_close(on_one_device, outcomes)
+
+
+def refuse_replaced_weights() -> None:
+    module = program("other_weights")
+    type(module).step = staticmethod(lambda module, batch, batch_idx: called_with(module, module.blocks[1], batch))
+    with pytest.raises(StepError, match="was replaced within a step"):
+        fit(lambda: module, fsdp(), 2)
+
+
+def test_a_forward_with_other_weights_is_refused() -> None:
+    in_processes(2, refuse_replaced_weights)
 
 
 class Pickles(Net):

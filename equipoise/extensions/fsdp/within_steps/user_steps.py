@@ -83,6 +83,22 @@ class UserSteps:
 
             return act
 
+        forms = {id(form) for parameter in parameters for form in (parameter.shard, parameter.whole)}
+        places = [
+            (part, name)
+            for part in unit.modules()
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+            if id(parameter) in forms
+        ]
+
+        def begin_gathering() -> None:
+            for part, name in places if self.is_in_step else ():
+                present = getattr(part, name)
+                if id(present) not in forms and not isinstance(present, PartlyFreed):
+                    raise StepError(_REPLACED.format(name))
+            for parameter in parameters:
+                parameter.note_gathering()
+
         def free_partly() -> None:
             shards: Iterable[Any] = unit.parameters()
             for parameter in shards:
@@ -91,7 +107,7 @@ class UserSteps:
 
         follow_gathering(
             unit,
-            gathering=all_of_them(Seen.note_gathering),
+            gathering=begin_gathering,
             gathered=all_of_them(Seen.note_gathered),
             freeing=all_of_them(Seen.keep_changes),
             freed=all_of_them(Seen.note_freed),
@@ -233,3 +249,8 @@ class UserSteps:
 
 
 _RETURNED = "Under strategy='fsdp' `torch.autograd.grad` was asked for gradients of parameters"
+_REPLACED = (
+    "{!r} of a module was replaced within a step, as `torch.func.functional_call` does. Under strategy='fsdp' the"
+    " forward would compute with the module's own weights. Call the function with a copy of the module that the step"
+    " makes, by `copy.deepcopy`, or change the weights themselves."
+)
