@@ -28,13 +28,13 @@ def restore(roots: Mapping[str, Root], state: State, device: torch.device) -> No
         state: The changes.
         device: The device of tensors that were not on the CPU, if there is none in their place.
     """
-    own = own_memory(roots)
+    saved = own_memory(roots)
     for path, value, is_elsewhere in state.get("values", ()):
         # The changes may be brought back again: what returns is a copy.
         copy = copied(value, device) if is_elsewhere else copied(value, _CPU)
         container, key = _place(roots, path)
         # Others may refer to the present object, so its contents change rather than the object.
-        if container is not None and not _refill(_item(container, key), copy, own):
+        if container is not None and not _refill(_item(container, key), copy, saved):
             _set(container, key, copy, path)
     for path, first_path in state.get("aliases", ()):
         container, key = _place(roots, path)
@@ -108,7 +108,7 @@ def _set(container: Any, key: Any, value: Any, path: Sequence[Step]) -> None:
         )
 
 
-def _refill(present: Any, value: Any, own: frozenset[int | None]) -> bool:
+def _refill(present: Any, value: Any, saved: frozenset[int | None]) -> bool:
     """Change the contents of a tensor or container, and return whether that was possible."""
     if isinstance(present, Tensor) and isinstance(value, Tensor):
         # A sparse tensor may have another number of entries.
@@ -116,14 +116,14 @@ def _refill(present: Any, value: Any, own: frozenset[int | None]) -> bool:
         is_alike = is_dense and present.shape == value.shape and present.dtype == value.dtype
         # Torch refuses writes to an inference tensor outside of inference mode.
         # A view of a weight is no place for values: the weight has its own.
-        if not is_alike or present.is_inference() or memory_of(present) in own:
+        if not is_alike or present.is_inference() or memory_of(present) in saved:
             return False
         present.detach().copy_(value)
         return True
     if isinstance(present, dict) and isinstance(value, dict):
         # Containers in it may be attributes, too.
         kept = {
-            key: item for key, item in present.items() if _is_container(item) and _refill(item, value.get(key), own)
+            key: item for key, item in present.items() if _is_container(item) and _refill(item, value.get(key), saved)
         }
         present.clear()
         present.update({**value, **kept})
