@@ -187,6 +187,7 @@ def test_large_data_are_no_state(tmp_path: Path) -> None:
     assert (tmp_path / "x.ckpt").stat().st_size < 1 << 20
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")  # where other tests have left threads
 def test_persistent_workers_that_learn_no_epoch_are_named() -> None:
     class ByEpoch(Stream):
         epochs: list[int] = []
