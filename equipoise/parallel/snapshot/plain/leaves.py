@@ -81,7 +81,7 @@ class Leaves:
 
     def _follow(self, value: Any, path: Path, visited: set[int], largest: int) -> Iterator[Leaf]:
         """Yield the leaves of a value."""
-        if id(value) in visited and isinstance(value, Tensor | nn.Module):
+        if isinstance(value, Tensor) and id(value) in visited:
             return
         # 1. A plain value is a leaf. One that is too large for a checkpoint counts as an object.
         content = self._contents.of(value, largest)
