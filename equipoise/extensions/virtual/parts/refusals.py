@@ -54,18 +54,18 @@ def checking_part(module: nn.Module, step: str, *, buffers: bool = False, conten
         )
 
 
+_GRADIENTS_LATER = (
+    "but under strategy='virtual' gradients of earlier batches are kept elsewhere while it runs. Do so in a hook, such"
+    " as `on_train_batch_start` or `on_before_optimizer_step`."
+)
+
+
 class _EarlierGradient(Tensor):
     """What a step sees as the gradient of a parameter, in the memory of the parameter. It cannot be read."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise StepError(f"`training_step` reads or changes the gradient of a parameter, {_GRADIENTS_LATER}")
-
-
-_GRADIENTS_LATER = (
-    "but under strategy='virtual' gradients of earlier batches are kept elsewhere while it runs. Do so in a hook, such"
-    " as `on_train_batch_start` or `on_before_optimizer_step`."
-)
 
 
 @contextmanager
