@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch as _torch  # the one import that every use of the package pays for
 
-from equipoise.names.former import find_by_former_names
 from equipoise.names.public import lazy_dir, lazy_getattr, names_of
 
 if not _torch.distributed.is_available():
@@ -69,8 +68,6 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazy_getattr(__name__)
     __dir__ = lazy_dir(__name__)
-
-find_by_former_names()
 
 __all__ = names_of(__name__)
 __version__ = "0.1.0"

@@ -86,7 +86,6 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.hogwild.strategy": ("HogwildStrategy",),
         "equipoise.extensions.virtual.strategy": ("VirtualDevicesStrategy",),
     },
-    "equipoise.strategies.ddp": {"equipoise.strategies.ddp.strategy": ("DDPStrategy",)},
     "equipoise.extensions.equality": {
         "equipoise.extensions.equality.compare": ("compare_runs",),
         "equipoise.extensions.equality.findings": ("Difference",),
@@ -95,13 +94,6 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "equipoise.extensions.export": {
         "equipoise.extensions.export.export": ("Export", "export_weights"),
         "equipoise.extensions.export.reading": ("read_weights",),
-    },
-    "equipoise.extensions.fsdp": {"equipoise.extensions.fsdp.strategy": ("FSDPStrategy",)},
-    "equipoise.extensions.ensemble": {"equipoise.extensions.ensemble.strategy": ("EnsembleStrategy",)},
-    "equipoise.extensions.hogwild": {"equipoise.extensions.hogwild.strategy": ("HogwildStrategy",)},
-    "equipoise.extensions.virtual": {"equipoise.extensions.virtual.strategy": ("VirtualDevicesStrategy",)},
-    "equipoise.extensions.pipeline.strategy": {
-        "equipoise.extensions.pipeline.strategy.strategy": ("PipelineStrategy",)
     },
     "equipoise.trainer": {
         "equipoise.extensions.ensemble.split_checkpoint": ("split_ensemble",),

@@ -170,7 +170,6 @@ VALUES: dict[str, Any] = {
     "_codecs.encode": _encode,
     "argparse.Namespace": Namespace,
     "equipoise.safe_loading.stand_in.StandIn": StandIn,
-    "equipoise.trainer.stand_in.StandIn": StandIn,  # its former name, which files may hold
     "torch.Size": torch.Size,
     "torch.Tensor": torch.Tensor,
     "torch.device": torch.device,

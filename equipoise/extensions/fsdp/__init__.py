@@ -1,13 +1,1 @@
 """Fully sharded data parallelism: parameters, gradients and optimiser states in shards over processes."""
-
-from typing import TYPE_CHECKING
-
-from equipoise.names.public import lazy_dir, lazy_getattr, names_of
-
-if TYPE_CHECKING:
-    from equipoise.extensions.fsdp.strategy import FSDPStrategy as FSDPStrategy
-else:
-    __getattr__ = lazy_getattr(__name__)
-    __dir__ = lazy_dir(__name__)
-
-__all__ = names_of(__name__)

@@ -1,13 +1,1 @@
 """Distributed data parallelism: a process for each device."""
-
-from typing import TYPE_CHECKING
-
-from equipoise.names.public import lazy_dir, lazy_getattr, names_of
-
-if TYPE_CHECKING:
-    from equipoise.strategies.ddp.strategy import DDPStrategy as DDPStrategy
-else:
-    __getattr__ = lazy_getattr(__name__)
-    __dir__ = lazy_dir(__name__)
-
-__all__ = names_of(__name__)

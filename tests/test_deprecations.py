@@ -1,0 +1,20 @@
+"""What is deprecated goes in the version that its warning names."""
+
+import re
+
+import pytest
+from packaging.version import Version
+
+import equipoise
+from tests.support.sources import FILES
+
+
+@pytest.mark.whole_package
+def test_what_is_due_has_been_removed() -> None:
+    announced = [
+        (path.name, version)
+        for path in FILES
+        for version in re.findall(r"removed in Equipoise (\d[\d.]*\d)", path.read_text(encoding="utf-8"))
+    ]
+    assert ("run_summary.py", "0.3") in announced
+    assert not [name for name, version in announced if Version(version) <= Version(equipoise.__version__)]
