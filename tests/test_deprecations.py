@@ -1,4 +1,4 @@
-"""What is deprecated goes in the version that its warning names."""
+"""Deprecated names and arguments go in the version that their warning names."""
 
 import re
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 import equipoise
-from tests.support.sources import FILES, PACKAGE, module_name, nodes_of, relative, tree_of
+from tests.support.sources import FILES, PACKAGE, holds_private_names, module_name, nodes_of, relative, tree_of
 
 FOREIGN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 
-PRIVATE_NAMES = "interop"  # the folder where private names of others may stand
 DEFINES_LIGHTNINGS_NAMES = ("trainer/surface/lightning_view.py", "trainer/surface/strategy_view.py")
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public; the underscore keeps them apart from fields
 
@@ -153,7 +152,7 @@ def accessed_private_names(path: Path) -> Iterator[tuple[int, str, str | None]]:
 
 def test_private_names_are_not_imported() -> None:
     for path in FILES:
-        if layer_of(path) == PRIVATE_NAMES:
+        if holds_private_names(path):
             continue
         for module, name, _ in imports(path, typing=True):
             parts = [*module.split("."), name or ""]
@@ -165,7 +164,7 @@ def test_private_names_of_others_are_not_used() -> None:
     ours = set().union(*(defined_in(path) for path in FILES))
     found = []
     for path in FILES:
-        if layer_of(path) == PRIVATE_NAMES:
+        if holds_private_names(path):
             continue
         foreign = bound_by_foreign_imports(path)
         for line, name, taken_from in accessed_private_names(path):

@@ -17,7 +17,8 @@ from benchmarks.gpu.measuring import Setting, TimedBatches, Window, seconds_of
 from benchmarks.gpu.networks import QUIET, Task, Training, adam, mlp, sgd, transformer
 from benchmarks.gpu.steps import first_line, fit, is_built, quiet, train_by_hand
 from equipoise import Trainer
-from equipoise.interop.torch.compiling import why_not_compiled
+from equipoise.extensions.compiled.interop.compiling import why_not_compiled
+from equipoise.extensions.compiled.interop.features import CAPTURE, COMPILE, COMPILE_BLOCKS
 
 __all__ = ["captured_and_compiled", "compiled_blocks", "loader"]
 
@@ -126,12 +127,12 @@ def captured_and_compiled(setting: Setting) -> Iterator[Row]:
     yield Row.time(
         "by hand, eager: time of a step", time_of(partial(train_by_hand, task, setting), task, setting), "µs"
     )
-    for argument in ("capture", "compile"):
+    for argument, feature in {"capture": CAPTURE, "compile": COMPILE}.items():
         title = f"Trainer({argument}=True)"
         if not is_built(argument):
             yield Row(title, NOT_BUILT)
-        elif why_not_compiled(argument) is not None:
-            yield Row(title, str(why_not_compiled(argument)))
+        elif why_not_compiled(feature) is not None:
+            yield Row(title, str(why_not_compiled(feature)))
         elif argument == "compile" and setting.is_simulated:
             yield Row(title, "simulated devices have no compiler")
         elif argument == "capture" and not setting.has_cuda:
@@ -180,7 +181,7 @@ def compiled_blocks(setting: Setting) -> Iterator[Row]:
     """Compare steps whose layers are compiled one by one with eager ones."""
     quiet()
     title = "layers of the transformer"
-    obstacle = "simulated devices have no compiler" if setting.is_simulated else why_not_compiled("compile blocks")
+    obstacle = "simulated devices have no compiler" if setting.is_simulated else why_not_compiled(COMPILE_BLOCKS)
     if obstacle is not None:
         yield Row(title, obstacle)
         return

@@ -5,14 +5,28 @@ other way is refused when it is chosen, by `check_feature`.
 """
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from equipoise.interop.refusal import refusal
 from equipoise.interop.versions import is_newer_than_tested
 
-__all__ = ["ADAPTERS", "FEATURES", "Adapter", "check_feature", "find", "find_if_tested", "missing_names"]
+__all__ = [
+    "BACKWARD_NODES",
+    "BY_HAND",
+    "DDP_RECOVERY",
+    "DISPATCH_MODE",
+    "FEATURES",
+    "LEAKS",
+    "PROFILE",
+    "TENSOR_VERSION",
+    "Adapter",
+    "Feature",
+    "check_feature",
+    "find",
+    "find_if_tested",
+    "missing_names",
+]
 
 
 @dataclass(frozen=True)
@@ -22,165 +36,103 @@ class Adapter:
     Attributes:
         package: The package, as pip knows it.
         names: The names, with their modules, such as "torch.autograd.graph._engine_run_backward".
-        features: Keys of `FEATURES` that use them.
-        fallback: A phrase that says what happens without them. Empty: the features are refused.
+        fallback: A phrase that says what happens without them. Default: empty, what uses them is refused.
     """
 
     package: str
     names: tuple[str, ...]
-    features: tuple[str, ...]
     fallback: str = ""
 
 
-FEATURES: Mapping[str, str] = {
-    "training": "A training",
-    "dp": "strategy='dp'",
-    "ddp": "strategy='ddp'",
-    "by hand": "Manual optimisation under strategy='ddp'",
-    "fsdp": "strategy='fsdp'",
-    "pipeline": "strategy='pipeline'",
-    "ensemble": "strategy='ensemble'",
-    "compile": "Trainer(compile=True)",
-    "compile blocks": "Trainer(compile=True) in parts or processes",
-    "capture": "Trainer(capture=True)",
-    "offload": "Trainer(offload_activations=True)",
-    "plan": "predict_memory",
-    "profile": "MemoryLogger(detail='modules')",
-    "leaks": "MemoryLogger(leaks=True)",
-    "inplace": "InplaceActivations",
-    "learning rate finder": "LearningRateFinder",
-    "ddp recovery": "OOMRecovery under strategy='ddp'",
-}
-"""Features that use private names: the key, and the user's words for it."""
+@dataclass(frozen=True)
+class Feature:
+    """A feature that uses private names; an extension offers its own as "equipoise.features".
 
-_FAKE = "torch._subclasses.fake_tensor"
-_FUNCTORCH = "torch._C._functorch"
-_DYNAMO = "torch._dynamo"
-_VERSION = ("torch.Tensor._version",)
-_EAGER = "steps stay eager, and a warning gives the reason"
-_WATCH = ("torch.utils._python_dispatch.TorchDispatchMode",)
+    Attributes:
+        key: Its name in the output of `equipoise doctor --json`.
+        name: The user's words for it.
+        adapters: The private names that it uses.
+    """
 
-ADAPTERS: tuple[Adapter, ...] = (
-    # What trainings use.
-    Adapter("torch", ("torch.autograd.graph._engine_run_backward",), ("training",), "`Tensor.backward` is called"),
-    Adapter("torch", _VERSION, ("training", "dp"), "every tensor counts as changed, and is copied anew"),
-    Adapter(
-        "torch",
-        (
-            "torch._C._autograd._profiler_enabled",
-            "torch.optim.optimizer._global_optimizer_pre_hooks",
-            "torch.optim.optimizer._global_optimizer_post_hooks",
+    key: str
+    name: str
+    adapters: tuple[Adapter, ...]
+
+
+# What several features use.
+
+TENSOR_VERSION = Adapter("torch", ("torch.Tensor._version",))
+DISPATCH_MODE = Adapter("torch", ("torch.utils._python_dispatch.TorchDispatchMode",))
+BACKWARD_NODES = Adapter(
+    "torch",
+    ("torch.autograd._get_sequence_nr", "torch._C._current_autograd_node"),
+    "tensors of a backward count for the device of their arguments",
+)
+_COPIED_ANEW = Adapter("torch", TENSOR_VERSION.names, "every tensor counts as changed, and is copied anew")
+
+# Features of the core.
+
+BY_HAND = Feature(
+    "by hand",
+    "Manual optimisation under strategy='ddp'",
+    (Adapter("torch", ("torch.autograd._engine_run_backward", "torch._C._current_graph_task_id")),),
+)
+DDP_RECOVERY = Feature(
+    "ddp recovery",
+    "OOMRecovery under strategy='ddp'",
+    (
+        Adapter(
+            "torch",
+            (
+                "torch.distributed.distributed_c10d._world.pg_map",
+                "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+            ),
         ),
-        ("training",),
-        "`Optimizer.step` is called, with its record for a profiler",
-    ),
-    Adapter(
-        "torch",
-        ("torch.utils.data._utils.collate.default_collate_fn_map",),
-        ("training",),
-        "samples of data in memory are read one by one",
-    ),
-    Adapter("python", ("multiprocessing.forkserver._forkserver",), ("ddp",), "the user's list is not imported"),
-    # What features cannot do without.
-    Adapter("torch", _VERSION, ("pipeline", "offload")),
-    Adapter(
-        "torch",
-        ("torch.nn.Module.__call__", "torch.autograd.Function.apply", "torch.autograd.graph.saved_tensors_hooks"),
-        ("pipeline",),
-    ),
-    Adapter("torch", _WATCH, ("pipeline", "profile", "leaks", "inplace", "plan")),
-    Adapter(
-        "torch",
-        (
-            "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-            "torch.distributed.fsdp.FSDPModule._orig_cls_mro_index",
-            "torch.distributed._composable_state._module_state_mapping",
-            "torch._C.DisableTorchFunctionSubclass",
-            "torch._C._current_graph_task_id",
-            "torch._C._will_engine_execute_node",
-            "torch._guards.TracingContext",
-            *_VERSION,
-        ),
-        ("fsdp",),
-    ),
-    Adapter(
-        "torch",
-        (f"{_FAKE}.FakeTensorMode", f"{_FAKE}.FakeTensor", f"{_FAKE}.unset_fake_temporarily"),
-        ("plan",),
-    ),
-    Adapter(
-        "torch",
-        (
-            "torch.distributed.distributed_c10d._world.pg_map",
-            "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        ),
-        ("ddp recovery",),
-    ),
-    Adapter("torch", ("torch.autograd._engine_run_backward", "torch._C._current_graph_task_id"), ("by hand",)),
-    # What features do without.
-    Adapter("torch", ("torch._C.DisableTorchFunction",), ("pipeline",), "modes of the user see copies of layers"),
-    Adapter("lightning", ("lightning.pytorch.tuner.lr_finder._LRFinder",), ("learning rate finder",)),
-    Adapter(
-        "torch",
-        (
-            "torch.Tensor._backward_hooks",
-            "torch.Tensor._post_accumulate_grad_hooks",
-            "torch.nn.modules.module._has_any_global_hook",
-            f"{_DYNAMO}.config.trace_autograd_ops",
-            f"{_DYNAMO}.variables.builder.OptimizerVariable",
-            f"{_DYNAMO}.variables.UserDefinedObjectVariable",
-        ),
-        ("compile", "capture"),
-        _EAGER,
-    ),
-    Adapter(
-        "torch",
-        (
-            f"{_DYNAMO}.config.skip_nnmodule_hook_guards",
-            f"{_DYNAMO}.exc.TorchDynamoException",
-            f"{_DYNAMO}.exc.FailOnRecompileLimitHit",
-            f"{_DYNAMO}.lookup_backend",
-            f"{_DYNAMO}.symbolic_convert.InstructionTranslator",
-            f"{_DYNAMO}.eval_frame.cached_backends",
-            "torch._C._dynamo.eval_frame.reset_code",
-        ),
-        ("compile", "compile blocks", "capture"),
-        _EAGER,
-    ),
-    Adapter("torch", ("torch._functorch.config.donated_buffer",), ("compile blocks",), _EAGER),
-    Adapter(
-        "torch",
-        (*_VERSION, *_WATCH, "torch._C._storage_Use_Count", "torch.Tensor._use_count"),
-        ("capture",),
-        _EAGER,
-    ),
-    Adapter(
-        "torch",
-        (
-            f"{_FUNCTORCH}._add_batch_dim",
-            f"{_FUNCTORCH}._remove_batch_dim",
-            f"{_FUNCTORCH}._vmap_increment_nesting",
-            f"{_FUNCTORCH}._vmap_decrement_nesting",
-            f"{_FUNCTORCH}.maybe_current_level",
-            f"{_FUNCTORCH}.maybe_get_level",
-        ),
-        ("ensemble",),
-        "`torch.vmap` is called",
-    ),
-    Adapter(
-        "torch",
-        (f"{_FAKE}.DataDependentOutputException", f"{_FAKE}.DynamicOutputShapeException"),
-        ("plan",),
-        "steps that read values are not predicted",
-    ),
-    Adapter(
-        "torch",
-        ("torch.autograd._get_sequence_nr", "torch._C._current_autograd_node"),
-        ("profile", "plan"),
-        "tensors of a backward count for the device of their arguments",
     ),
 )
-"""All private names that the package uses."""
+PROFILE = Feature("profile", "MemoryLogger(detail='modules')", (DISPATCH_MODE, BACKWARD_NODES))
+LEAKS = Feature("leaks", "MemoryLogger(leaks=True)", (DISPATCH_MODE,))
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "training",
+        "A training",
+        (
+            Adapter("torch", ("torch.autograd.graph._engine_run_backward",), "`Tensor.backward` is called"),
+            _COPIED_ANEW,
+            Adapter(
+                "torch",
+                (
+                    "torch._C._autograd._profiler_enabled",
+                    "torch.optim.optimizer._global_optimizer_pre_hooks",
+                    "torch.optim.optimizer._global_optimizer_post_hooks",
+                ),
+                "`Optimizer.step` is called, with its record for a profiler",
+            ),
+            Adapter(
+                "torch",
+                ("torch.utils.data._utils.collate.default_collate_fn_map",),
+                "samples of data in memory are read one by one",
+            ),
+        ),
+    ),
+    Feature("dp", "strategy='dp'", (_COPIED_ANEW,)),
+    Feature(
+        "ddp",
+        "strategy='ddp'",
+        (Adapter("python", ("multiprocessing.forkserver._forkserver",), "the user's list is not imported"),),
+    ),
+    BY_HAND,
+    PROFILE,
+    LEAKS,
+    Feature(
+        "learning rate finder",
+        "LearningRateFinder",
+        (Adapter("lightning", ("lightning.pytorch.tuner.lr_finder._LRFinder",)),),
+    ),
+    DDP_RECOVERY,
+)
+"""Features of the core that use private names."""
 
 
 def find(name: str) -> Any:
@@ -224,26 +176,22 @@ def find_if_tested(name: str) -> Any:
     return find(name)
 
 
-def missing_names(feature: str, *, with_fallback: bool = False) -> list[str]:
+def missing_names(feature: Feature, *, with_fallback: bool = False) -> list[str]:
     """Return the private names that a feature needs and the installed versions lack.
 
     Args:
-        feature: A key of `FEATURES`.
+        feature: The feature.
         with_fallback: Include names that the feature can do without. Default: False.
     """
-    missing = []
-    for adapter in ADAPTERS:
-        counts = with_fallback or not adapter.fallback
-        if feature in adapter.features and counts:
-            missing += [name for name in adapter.names if find(name) is None]
-    return missing
+    adapters = [adapter for adapter in feature.adapters if with_fallback or not adapter.fallback]
+    return [name for adapter in adapters for name in adapter.names if find(name) is None]
 
 
-def check_feature(feature: str) -> None:
+def check_feature(feature: Feature) -> None:
     """Check that the installed versions have the private names that a feature cannot do without.
 
     Args:
-        feature: A key of `FEATURES`.
+        feature: The feature.
 
     Raises:
         ConfigurationError: With the feature, the version and a remedy, if a name is missing.
@@ -252,5 +200,5 @@ def check_feature(feature: str) -> None:
     if not missing:
         return
     # Names of one package are enough for a remedy.
-    package = next(adapter.package for adapter in ADAPTERS if missing[0] in adapter.names)
-    raise refusal(FEATURES[feature], package, missing)
+    package = next(adapter.package for adapter in feature.adapters if missing[0] in adapter.names)
+    raise refusal(feature.name, package, missing)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import Trainer
-from equipoise.interop.torch.compiling import why_not_compiled
+from equipoise.extensions.compiled.interop.compiling import why_not_compiled
+from equipoise.extensions.compiled.interop.features import COMPILE_BLOCKS
 from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader, weights
 
@@ -17,7 +18,7 @@ pytestmark = [
     *ignoring("An epoch has"),
     pytest.mark.not_simulated("no compiler"),
     pytest.mark.slow,
-    pytest.mark.skipif(why_not_compiled("compile blocks") is not None, reason="torch cannot compile a block"),
+    pytest.mark.skipif(why_not_compiled(COMPILE_BLOCKS) is not None, reason="torch cannot compile a block"),
 ]
 
 # Kernels of the compiler round otherwise than torch's own.

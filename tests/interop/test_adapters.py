@@ -7,35 +7,18 @@ from typing import Any
 
 import pytest
 
+from equipoise.app.machine.facts.features import all_features
 from equipoise.errors import ConfigurationError
-from equipoise.interop import adapters, refusal, versions
-from equipoise.interop.adapters import (
-    ADAPTERS,
-    FEATURES,
-    Adapter,
-    check_feature,
-    find,
-    find_if_tested,
-    missing_names,
-)
+from equipoise.interop import refusal, versions
+from equipoise.interop.adapters import Adapter, Feature, check_feature, find, find_if_tested, missing_names
+from tests.support.sources import FILES, holds_private_names
 
-NEEDED = ("math.tau", "math._needed", "math._also_needed")
-REPLACED = ("math.pi", "math._replaced")
-
-
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A feature that lacks names of both kinds, one that lacks names it can do without, and one that lacks none."""
-    monkeypatch.setattr(adapters, "FEATURES", {"lacking": "Lacking(x=1)", "making do": "Making do", "whole": "Whole"})
-    monkeypatch.setattr(
-        adapters,
-        "ADAPTERS",
-        (
-            Adapter("numpy", NEEDED, ("lacking",)),
-            Adapter("numpy", REPLACED, ("lacking", "making do"), "it is computed"),
-            Adapter("numpy", ("math.e",), ("whole", "lacking")),
-        ),
-    )
+NEEDED = Adapter("numpy", ("math.tau", "math._needed", "math._also_needed"))
+REPLACED = Adapter("numpy", ("math.pi", "math._replaced"), "it is computed")
+PRESENT = Adapter("numpy", ("math.e",))
+LACKING = Feature("lacking", "Lacking(x=1)", (NEEDED, REPLACED, PRESENT))
+MAKING_DO = Feature("making do", "Making do", (REPLACED,))
+WHOLE = Feature("whole", "Whole", (PRESENT,))
 
 
 @pytest.mark.parametrize(
@@ -62,36 +45,36 @@ def test_a_module_that_fails_to_import_has_no_names(tmp_path: Path, monkeypatch:
     assert find("fails_to_import.name") is None
 
 
-def test_missing_names(table: None) -> None:
-    assert missing_names("lacking") == ["math._needed", "math._also_needed"]
-    assert missing_names("lacking", with_fallback=True) == ["math._needed", "math._also_needed", "math._replaced"]
-    assert missing_names("making do") == []
-    assert missing_names("making do", with_fallback=True) == ["math._replaced"]
-    assert missing_names("whole", with_fallback=True) == []
+def test_missing_names() -> None:
+    assert missing_names(LACKING) == ["math._needed", "math._also_needed"]
+    assert missing_names(LACKING, with_fallback=True) == ["math._needed", "math._also_needed", "math._replaced"]
+    assert missing_names(MAKING_DO) == []
+    assert missing_names(MAKING_DO, with_fallback=True) == ["math._replaced"]
+    assert missing_names(WHOLE, with_fallback=True) == []
 
 
-@pytest.mark.parametrize("feature", ["making do", "whole"])
-def test_a_feature_that_can_do_without_is_allowed(table: None, feature: str) -> None:
+@pytest.mark.parametrize("feature", [MAKING_DO, WHOLE], ids=lambda feature: feature.key)
+def test_a_feature_that_can_do_without_is_allowed(feature: Feature) -> None:
     check_feature(feature)
 
 
-def test_a_feature_that_lacks_names_is_refused(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feature_that_lacks_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda package: "9.9")
     monkeypatch.setattr(refusal, "installed_version", lambda package: "9.9")
     oldest, newest = versions.TESTED["numpy"]
     with pytest.raises(ConfigurationError) as refused:
-        check_feature("lacking")
+        check_feature(LACKING)
     assert str(refused.value) == (
         "Lacking(x=1) does not work with numpy 9.9, which lacks math._needed, math._also_needed."
         f" It was tested with numpy {oldest} to {newest}: pip install 'numpy>={oldest},<={newest}'."
     )
 
 
-# The table itself.
+# The tables of the core and of extensions.
 
 
-def test_features_and_adapters_name_each_other() -> None:
-    assert {feature for adapter in ADAPTERS for feature in adapter.features} <= FEATURES.keys()
+def all_names() -> set[str]:
+    return {name for feature in all_features() for adapter in feature.adapters for name in adapter.names}
 
 
 def test_a_short_cut_is_not_taken_with_a_version_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +84,14 @@ def test_a_short_cut_is_not_taken_with_a_version_that_was_not_tested(monkeypatch
     assert find_if_tested("math.tau") is None
 
 
-def test_the_names_that_are_looked_up_are_in_the_table() -> None:
-    names = {name for adapter in ADAPTERS for name in adapter.names}
-    interop = Path(adapters.__file__).parent
-    sources = [path.read_text(encoding="utf-8") for path in interop.rglob("*.py") if path.name != "adapters.py"]
+@pytest.mark.whole_package
+def test_the_names_that_are_looked_up_are_in_the_tables() -> None:
+    names = all_names()
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in FILES
+        if holds_private_names(path) and path.name not in ("adapters.py", "features.py")
+    ]
     found = {name for text in sources for name in re.findall(r'find(?:_if_tested)?\("([\w.]+)"', text)}
     # Operators of torch are public.
     private = {name for name in found if not name.startswith("torch.ops.")}
@@ -118,9 +105,10 @@ def test_the_names_that_are_looked_up_are_in_the_table() -> None:
     assert {name for name in private if not any(listed.startswith(name) for listed in names)} == set()
 
 
+@pytest.mark.whole_package
 def test_the_page_lists_the_names() -> None:
     table = (Path(__file__).parents[2] / "docs" / "private_names.md").read_text(encoding="utf-8")
-    names = {name for adapter in ADAPTERS for name in adapter.names}
+    names = all_names()
     assert {name for name in names if f"`{name}`" not in table} == set()
     first_cells = "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| "))
     assert {name for name in re.findall(r"`(torch\.[\w.]+)`", first_cells) if name not in names} == set()

@@ -108,16 +108,17 @@ def uses() -> dict[str, Callable[[], Any]]:
 
 def refusals(name: str) -> dict[str, str]:
     """Return the messages of the features that need a name."""
+    from equipoise.app.machine.facts.features import all_features
+
     messages = {}
-    for adapter in adapters.ADAPTERS:
-        if name not in adapter.names or adapter.fallback:
+    for feature in all_features():
+        if not any(name in adapter.names and not adapter.fallback for adapter in feature.adapters):
             continue
-        for feature in adapter.features:
-            try:
-                uses()[feature]()
-                messages[feature] = "not refused"
-            except ConfigurationError as error:
-                messages[feature] = str(error)
+        try:
+            uses()[feature.key]()
+            messages[feature.key] = "not refused"
+        except ConfigurationError as error:
+            messages[feature.key] = str(error)
     return messages
 
 

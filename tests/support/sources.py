@@ -7,7 +7,7 @@ from pathlib import Path
 
 import equipoise
 
-__all__ = ["FILES", "PACKAGE", "module_name", "nodes_of", "relative", "tree_of"]
+__all__ = ["FILES", "PACKAGE", "holds_private_names", "module_name", "nodes_of", "relative", "tree_of"]
 
 PACKAGE = Path(equipoise.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -15,6 +15,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
+
+
+def holds_private_names(path: Path) -> bool:
+    """Return whether private names of other packages may stand in a file: in `interop`, of the core or an extension."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0] == "interop" or (parts[0] == "extensions" and parts[2:3] == ("interop",))
 
 
 def module_name(path: Path) -> str:

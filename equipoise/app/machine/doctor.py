@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from equipoise.app.config.suggestions import did_you_mean
-from equipoise.app.machine.facts.features import CHECKED, Feature, list_features
+from equipoise.app.machine.facts.features import CHECKED, CheckedFeature, list_features
 from equipoise.app.machine.facts.packages import Package, list_packages
 from equipoise.app.machine.facts.privacy import without_paths
 from equipoise.app.machine.facts.system import read_environment, read_limits, read_system
@@ -164,7 +164,7 @@ def _described(info: Any) -> str:
     return ", ".join(parts)
 
 
-def _feature_rows(features: Sequence[Feature]) -> list[Row]:
+def _feature_rows(features: Sequence[CheckedFeature]) -> list[Row]:
     rows = []
     for feature in features:
         text = feature.remark

@@ -22,7 +22,7 @@ from equipoise.callbacks.memory.phase_readings import (
     with_largest,
 )
 from equipoise.errors import ConfigurationError
-from equipoise.interop.adapters import check_feature
+from equipoise.interop.adapters import LEAKS, PROFILE, check_feature
 from equipoise.interop.distributed.whole_weights import whole_weights
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.records import Composition, MemoryPoint
@@ -111,9 +111,9 @@ class MemoryLogger(Callback):
                 f" detail={detail!r} no step is looked at in detail."
             )
         if detail == "modules":
-            check_feature("profile")
+            check_feature(PROFILE)
         if leaks:
-            check_feature("leaks")
+            check_feature(LEAKS)
         self.every_n_steps = every_n_steps
         self.detail = detail
         self.detail_steps = steps

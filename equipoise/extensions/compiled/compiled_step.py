@@ -15,6 +15,7 @@ from torch import Tensor
 
 from equipoise.extensions.compiled.blocks.block_steps import BlocksInstead, BlockSteps, deciding_context
 from equipoise.extensions.compiled.comparison.costs import TrialCosts
+from equipoise.extensions.compiled.interop.compiling import NewVariant
 from equipoise.extensions.compiled.obstacles import check_strategy, compiles_blocks, why_eager
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import LoggedCall, StepProgram
@@ -22,7 +23,6 @@ from equipoise.extensions.compiled.trial import Trial, end_comparison, why_compi
 from equipoise.extensions.compiled.variants import Variant, Variants
 from equipoise.extensions.compiled.ways import Capturing, Compiling, Way
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
-from equipoise.interop.torch.compiling import NewVariant
 from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from equipoise.extensions.compiled.comparison.failures import ran_out_of_memory, reason_of
 from equipoise.extensions.compiled.comparison.outcome import Outcome, Result, results_of
+from equipoise.extensions.compiled.interop.compiling import CompilerError
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import ProgramResult
 from equipoise.extensions.compiled.variants import Variant, Variants, shape_of
-from equipoise.interop.torch.compiling import CompilerError
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
 __all__ = ["Trial", "end_comparison", "why_compiled_again"]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from equipoise.extensions.compiled.comparison.costs import TrialCosts
+from equipoise.extensions.compiled.interop.compiling import CompiledFunction
 from equipoise.extensions.compiled.speed_comparison import SpeedComparison
 from equipoise.extensions.compiled.step_program import StepProgram
 from equipoise.extensions.compiled.ways import Compiling, Way
-from equipoise.interop.torch.compiling import CompiledFunction
 from equipoise.notices import rank_zero_warn
 from equipoise.tree import entries_of
 

@@ -10,8 +10,8 @@ import torch
 
 from equipoise.extensions.compiled.captured.captured_function import CapturedFunction
 from equipoise.extensions.compiled.captured.captured_graph import GraphPool
+from equipoise.extensions.compiled.interop.compiling import CompiledFunction
 from equipoise.extensions.compiled.step_program import StepProgram
-from equipoise.interop.torch.compiling import CompiledFunction
 from equipoise.parallel.equality import EXACT, Tolerance, tolerance_of
 
 __all__ = ["Capturing", "Compiling", "Way"]

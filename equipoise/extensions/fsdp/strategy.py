@@ -17,6 +17,8 @@ from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.checked_options import check_callbacks, check_divisible, check_options
+from equipoise.extensions.fsdp.interop.features import FSDP
+from equipoise.extensions.fsdp.interop.tensor_parallel import set_device_mesh, wait_as_default
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
 from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_step import BlockwiseSequences
@@ -41,7 +43,6 @@ from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.formats import align_columns
 from equipoise.interop.adapters import check_feature
-from equipoise.interop.distributed.tensor_parallel import set_device_mesh, wait_as_default
 from equipoise.interop.lightning.classes import is_a
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group, loopback
@@ -166,7 +167,7 @@ class FSDPStrategy(ProcessStrategy):
         backend: str | None = None,
     ) -> None:
         super().__init__(timeout=timeout, backend=backend)
-        check_feature("fsdp")
+        check_feature(FSDP)
         self.units = units if isinstance(units, str) else list(units)
         self.reshard_after_forward = reshard_after_forward
         self.data = data

@@ -13,6 +13,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
+from equipoise.extensions.planning.interop import PLAN
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.packed_step import measure_packed, packed, trace_packed
@@ -73,7 +74,7 @@ def predict_memory(
         >>> plan.peak(256).nbytes, plan.largest_batch(24 * 2**30)  # doctest: +SKIP
     """
     require_workers("`predict_memory`, which BatchSizeFinder calls,", "Set the batch size by hand")
-    check_feature("plan")
+    check_feature(PLAN)
 
     # 1. The request.
     settings = StepSettings(

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.savers.inplace import InplaceChoice, keep_inputs, use_inplace_activations
+from equipoise.extensions.savers.interop import INPLACE
 from equipoise.interop.adapters import check_feature
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 
@@ -45,7 +46,7 @@ class InplaceActivations(Callback):
     saves_memory = True
 
     def __init__(self) -> None:
-        check_feature("inplace")
+        check_feature(INPLACE)
         self.choice = InplaceChoice()
         self._is_due = False
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.savers.interop import OFFLOAD
 from equipoise.extensions.savers.offloading import Offloading
 from equipoise.interop.adapters import check_feature
 from equipoise.notices import rank_zero_warn
@@ -23,7 +24,7 @@ class OffloadedForward(StepExtension):
         Raises:
             ConfigurationError: If they cannot.
         """
-        check_feature("offload")
+        check_feature(OFFLOAD)
         strategy = context.strategy
         # Hooks of this thread do not reach several devices, which compute in threads of their own, nor the processes of
         # a pipeline. Strategies that compute micro-batches by themselves have an attribute of this name.

@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from equipoise.errors import StepError
-from equipoise.interop.adapters import check_feature
+from equipoise.interop.adapters import DDP_RECOVERY, check_feature
 from equipoise.interop.distributed.processes import collective_count
 from equipoise.strategies.ddp.exchange.gradient_exchange import GradientExchange
 from equipoise.strategies.distributed.sample_shares import ProcessShares
@@ -42,7 +42,7 @@ class DDPRecovery(RecoverySupport):
 
     def enable(self) -> None:
         """Exchange gradients by the native engine from now on, which can repeat a step; see `RecoverySupport`."""
-        check_feature("ddp recovery")
+        check_feature(DDP_RECOVERY)
         if not self.is_enabled:
             self.is_enabled = True
             self._exchange.repeat_steps()

@@ -14,6 +14,7 @@ from equipoise import __version__
 from equipoise.app.machine import doctor
 from equipoise.app.machine.facts import device_list
 from equipoise.app.machine.facts.device_list import Devices
+from equipoise.app.machine.facts.features import all_features
 from equipoise.interop import adapters, versions
 from equipoise.memory.devices import DeviceInfo
 
@@ -30,8 +31,8 @@ def test_the_text(equipoise) -> None:
         assert text in out
     for package in versions.TESTED:
         assert package in out
-    for name in adapters.FEATURES.values():
-        assert name in out
+    for feature in all_features():
+        assert feature.name in out
 
 
 def test_the_json(equipoise, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,7 @@ def test_the_json(equipoise, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {package["name"] for package in facts["packages"]} >= versions.TESTED.keys()
     assert facts["torch"]["version"] == torch.__version__
     assert facts["devices"]["devices"][0]["device"] == "cpu"
-    assert {feature["key"] for feature in facts["features"]} == adapters.FEATURES.keys()
+    assert {feature["key"] for feature in facts["features"]} == {feature.key for feature in all_features()}
     assert facts["limits"].keys() == {"open_files", "most_open_files", "shared_memory", "free_shared_memory"}
     assert facts["environment"]["NCCL_DEBUG"] == "INFO"
     assert facts["failures"] == {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.interop.torch import compiling
+from equipoise.extensions.compiled.interop import compiling
 
 __all__ = ["Lowering"]
 

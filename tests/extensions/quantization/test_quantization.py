@@ -17,8 +17,8 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 import equipoise
 from equipoise import AdapterCheckpoints, ConfigurationError, Quantization, StepError
 from equipoise.app.compose import compose_values
+from equipoise.extensions.compiled.interop import compiling
 from equipoise.extensions.quantization.quantized_linear import quantized_layers
-from equipoise.interop.torch import compiling
 from tests.conftest import ignoring
 from tests.extensions.quantization.qlora import QLoRA, blocks, difference, qllama, stored, tokens
 from tests.support.trainer_runs import trainer

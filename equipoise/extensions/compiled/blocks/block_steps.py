@@ -12,7 +12,8 @@ from torch import nn
 from equipoise.extensions.compiled.blocks.choice import Block, choose_blocks, kind_of
 from equipoise.extensions.compiled.blocks.compiled_block import BlockForward
 from equipoise.extensions.compiled.comparison.costs import TrialCosts
-from equipoise.interop.torch.compiling import block_settings, why_not_compiled
+from equipoise.extensions.compiled.interop.compiling import block_settings, why_not_compiled
+from equipoise.extensions.compiled.interop.features import COMPILE_BLOCKS
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.steps.step_extension import Context
@@ -217,7 +218,7 @@ class BlocksInstead:
 
 
 def _why_no_blocks(context: "RunContext") -> str | None:
-    reason = why_not_compiled("compile blocks")
+    reason = why_not_compiled(COMPILE_BLOCKS)
     if reason is None and context.state.activation_checkpointing:
         return "activation_checkpointing computes its submodules by a forward of its own"
     return reason

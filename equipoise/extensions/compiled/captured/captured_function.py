@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from equipoise.extensions.compiled.captured.captured_graph import CapturedGraph, GraphPool
-from equipoise.interop.torch.compiling import CompiledFunction, NotedInputs
+from equipoise.extensions.compiled.interop.compiling import CompiledFunction, NotedInputs
 
 __all__ = ["CapturedFunction"]
 

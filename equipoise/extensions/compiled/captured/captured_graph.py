@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from equipoise.extensions.compiled.captured import host_work
+from equipoise.extensions.compiled.interop.compiling import CompilerError, NewVariant, NotedInputs
 from equipoise.interop.torch import foreach
-from equipoise.interop.torch.compiling import CompilerError, NewVariant, NotedInputs
 from equipoise.interop.torch.modules import References, versions
 from equipoise.parallel.snapshot import random_state
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.interop.torch.compiling import CompilerError
+from equipoise.extensions.compiled.interop.compiling import CompilerError
 from equipoise.interop.torch.dispatch import OperationWatch, namespace_of, tensors_in
 
 __all__ = ["check_functions", "check_inputs", "on_device_only", "without_waits"]

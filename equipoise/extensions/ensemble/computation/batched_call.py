@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
+from equipoise.extensions.ensemble.interop.batching import compute_batched
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
-from equipoise.interop.torch.batching import compute_batched
 from equipoise.interop.torch.modules import buffers_of, has_module_hooks, is_compiled, parameters_of
 from equipoise.parallel.equality import Tolerance, gap_of
 from equipoise.parallel.snapshot.attributes import Attributes

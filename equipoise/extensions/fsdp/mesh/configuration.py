@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.interop.tensor_parallel import forget_cuts
 from equipoise.extensions.fsdp.mesh.grid import DATA, TENSOR, copy_marks, is_cut, part_of
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
-from equipoise.interop.distributed.tensor_parallel import forget_cuts
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.snapshot import random_state

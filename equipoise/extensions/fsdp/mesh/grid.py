@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.distributed.tensor_parallel import wait_as_default
+from equipoise.extensions.fsdp.interop.tensor_parallel import wait_as_default
 
 __all__ = [
     "CONTEXT",

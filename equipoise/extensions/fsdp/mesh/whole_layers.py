@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from equipoise.extensions.fsdp.interop.tensor_parallel import set_device_mesh
 from equipoise.extensions.fsdp.mesh.grid import TENSOR, part_of, row_placement
 from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.interop.distributed.fully_sharded import unshard_by_hand
-from equipoise.interop.distributed.tensor_parallel import set_device_mesh
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.attributes import Attributes

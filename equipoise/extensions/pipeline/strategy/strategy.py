@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.cut_choice import CommonCut
+from equipoise.extensions.pipeline.interop import PIPELINE
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.planning.cut import CutOptions, PinnedCut
 from equipoise.extensions.pipeline.processes.launch import StageLaunch
@@ -124,7 +125,7 @@ class PipelineStrategy(Strategy):
         replicas: int = 1,
         shares: Sequence[float] | None = None,
     ) -> None:
-        check_feature("pipeline")
+        check_feature(PIPELINE)
         check_arguments(
             micro_batches=micro_batches,
             cut_before=cut_before,

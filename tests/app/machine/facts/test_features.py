@@ -2,10 +2,11 @@
 
 import pytest
 
-from equipoise.app.machine.facts.features import CHECKED, Feature, list_features
+from equipoise.app.machine.facts import features
+from equipoise.app.machine.facts.features import CHECKED, CheckedFeature, list_features
 from equipoise.app.machine.facts.packages import Package
 from equipoise.interop import adapters, versions
-from equipoise.interop.adapters import Adapter
+from equipoise.interop.adapters import Adapter, Feature
 
 TESTED = Package(name="numpy", version="2.0", status="tested", remark="")
 NEWER = Package(name="numpy", version="9.9", status="newer than tested", remark="")
@@ -15,11 +16,9 @@ OLDER = Package(name="numpy", version="1.0", status="older than tested", remark=
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A feature with a name that it needs, and one that it can do without."""
-    monkeypatch.setattr(adapters, "FEATURES", {"sums": "Sums"})
-    needed = Adapter("numpy", ("math.fsum", "math.tau"), ("sums",))
-    replaced = Adapter("numpy", ("math.pi",), ("sums",), "it is computed")
-    others = Adapter("rich", ("math._nothing",), ("tables",))
-    monkeypatch.setattr(adapters, "ADAPTERS", (needed, replaced, others))
+    needed = Adapter("numpy", ("math.fsum", "math.tau"))
+    replaced = Adapter("numpy", ("math.pi",), "it is computed")
+    monkeypatch.setattr(features, "all_features", lambda: [Feature("sums", "Sums", (needed, replaced))])
     monkeypatch.setattr(versions, "installed_version", lambda package: "9.9")
 
 
@@ -31,7 +30,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def checked(*packages: Package) -> tuple[str, str]:
     (feature,) = list_features(packages)
-    assert feature == Feature(key="sums", name="Sums", status=feature.status, remark=feature.remark)
+    assert feature == CheckedFeature(key="sums", name="Sums", status=feature.status, remark=feature.remark)
     return feature.status, feature.remark
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.compiled.captured import host_work
-from equipoise.interop.torch.compiling import CompilerError
+from equipoise.extensions.compiled.interop.compiling import CompilerError
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
+from equipoise.extensions.fsdp.interop.attention_of_models import OtherAttention, models_of_transformers
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
-from equipoise.interop.distributed.attention_of_models import OtherAttention, models_of_transformers
 
 __all__ = ["DividedModels"]
 

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.interop.tensor_parallel import leave_group
 from equipoise.extensions.fsdp.mesh.grid import row_apart
 from equipoise.extensions.fsdp.mesh.layer_comparison import gradient_of
 from equipoise.extensions.fsdp.mesh.plans.cutting import apply_plan
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.uses import Group, LayerUses
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
-from equipoise.interop.distributed.tensor_parallel import leave_group
 from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import follows_from_another

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from equipoise.interop.adapters import check_feature
+from equipoise.interop.adapters import BY_HAND, check_feature
 from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
 from equipoise.interop.torch.autograd import is_in_backward
 from equipoise.parallel.batches.weighting import AccumulationWindow
@@ -39,7 +39,7 @@ class ManualEngine:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
-        check_feature("by hand")
+        check_feature(BY_HAND)
         self._module = module
         self._bucket_megabytes = options["bucket_cap_mb"]
         self._watch_parameters()

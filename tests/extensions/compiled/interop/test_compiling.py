@@ -7,9 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equipoise.extensions.compiled.interop import compiling
+from equipoise.extensions.compiled.interop.compiling import (
+    CompiledFunction,
+    CompilerError,
+    NewVariant,
+    why_not_compiled,
+)
+from equipoise.extensions.compiled.interop.features import CAPTURE, COMPILE, COMPILE_BLOCKS
 from equipoise.interop import adapters
-from equipoise.interop.torch import compiling
-from equipoise.interop.torch.compiling import CompiledFunction, CompilerError, NewVariant, why_not_compiled
+from equipoise.interop.adapters import Feature
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +40,8 @@ class Steps:
         return loss.detach()
 
 
-@pytest.mark.parametrize("feature", ["compile", "capture"])
-def test_torch_has_what_is_needed(feature: str) -> None:
+@pytest.mark.parametrize("feature", [COMPILE, CAPTURE], ids=lambda feature: feature.key)
+def test_torch_has_what_is_needed(feature: Feature) -> None:
     assert why_not_compiled(feature) is None
 
 
@@ -43,11 +50,11 @@ def test_a_missing_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     present = vars(config)
     monkeypatch.setattr(adapters, "find", lambda name: None if "trace_autograd_ops" in name else present)
-    assert "lacks torch._dynamo.config.trace_autograd_ops; versions 2.11.0 to" in str(why_not_compiled("compile"))
+    assert "lacks torch._dynamo.config.trace_autograd_ops; versions 2.11.0 to" in str(why_not_compiled(COMPILE))
 
 
 def test_every_setting_is_among_the_names_that_are_checked() -> None:
-    names = [name for adapter in adapters.ADAPTERS for name in adapter.names]
+    names = [name for feature in (COMPILE, COMPILE_BLOCKS) for adapter in feature.adapters for name in adapter.names]
     assert all(f"torch._dynamo.config.{name}" in names for name in compiling._SETTINGS)
 
 

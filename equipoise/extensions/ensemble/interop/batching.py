@@ -23,7 +23,9 @@ _vmap_increment_nesting: Any = find("torch._C._functorch._vmap_increment_nesting
 _vmap_decrement_nesting: Any = find("torch._C._functorch._vmap_decrement_nesting")
 _maybe_current_level: Any = find("torch._C._functorch.maybe_current_level")
 _maybe_get_level: Any = find("torch._C._functorch.maybe_get_level")
+# Without the steps, `torch.vmap` itself is called.
 _has_steps = None not in (_add_batch_dim, _remove_batch_dim, _vmap_increment_nesting, _vmap_decrement_nesting)
+# Without the levels, torch's own rule for linear layers applies.
 _has_levels = _has_steps and None not in (_maybe_current_level, _maybe_get_level)
 
 # The level of a tensor that belongs to no transform.
@@ -91,7 +93,7 @@ def batched_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     if not _has_levels:
         return linear(input, weight, bias)
     level = _maybe_current_level()
-    parameters = [weight] if bias is None else [weight, bias]
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
     have_rows = all(_maybe_get_level(parameter) == level for parameter in parameters)
     # Within other transforms of the user, and for what all rows share, torch's own rule is right.
     if level is None or not have_rows or input.dim() != 2 or _maybe_get_level(input) not in (level, _NO_LEVEL):

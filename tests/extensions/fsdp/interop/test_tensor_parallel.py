@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
 
-from equipoise.interop.distributed.tensor_parallel import forget_cuts, wait_as_default
+from equipoise.extensions.fsdp.interop.tensor_parallel import forget_cuts, wait_as_default
 from tests.interop.distributed.test_fully_sharded import group
 
 __all__ = ["group"]

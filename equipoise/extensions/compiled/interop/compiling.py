@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.adapters import missing_names
+from equipoise.interop.adapters import Feature, missing_names
 from equipoise.interop.versions import TESTED
 
 __all__ = [
@@ -72,11 +72,11 @@ class CompilerError(Exception):
     """The function cannot be compiled; the message gives the reason."""
 
 
-def why_not_compiled(feature: str) -> str | None:
+def why_not_compiled(feature: Feature) -> str | None:
     """Return the reason why no training step can be compiled here; None if there is none.
 
     Args:
-        feature: "compile", "compile blocks" or "capture", keys of `FEATURES`.
+        feature: COMPILE, COMPILE_BLOCKS or CAPTURE.
     """
     missing = missing_names(feature, with_fallback=True)
     if not missing:
@@ -472,7 +472,7 @@ def _with_own_code(function: Callable[..., Any], *, innermost: bool = True) -> C
     is without decorators.
     """
     owner = getattr(function, "__self__", None)
-    original: Any = function if owner is None else function.__func__  # type: ignore[attr-defined]
+    original: Any = getattr(function, "__func__", function)
     if innermost:
         original = inspect.unwrap(original)
     copy = FunctionType(
@@ -566,8 +566,7 @@ def _is_of_compiler(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """Return the reason that the compiler gives, in one sentence, with the user's line."""
     # 1. The backend's own error, such as a missing compiler of C++.
-    inner = getattr(error, "inner_exception", None)
-    message = str(error if inner is None else inner)
+    message = str(getattr(error, "inner_exception", None) or error)
     first_line = message.strip().partition("\n")[0].strip() or type(error).__name__
     reason = first_line.rstrip(".")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equipoise.interop.torch.batching import batched_linear, compute_batched
+from equipoise.extensions.ensemble.interop.batching import batched_linear, compute_batched
 
 
 def test_results_and_gradients_are_those_of_vmap() -> None:

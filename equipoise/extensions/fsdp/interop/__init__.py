@@ -1,0 +1,1 @@
+"""Private names of meshes, of cut layers and of transformers, beside those of `interop/distributed`."""
