@@ -52,8 +52,8 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.extensions.planning.comparison": ("StrategyPlan", "plan_strategies", "recommend"),
         "equipoise.extensions.planning.curve.parts": ("PredictedPeak",),
         "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
-        "equipoise.extensions.planning.description.devices": ("PlannedDevice", "describe_devices"),
-        "equipoise.extensions.planning.description.loads": (
+        "equipoise.extensions.common.planned_devices": ("PlannedDevice", "describe_devices"),
+        "equipoise.extensions.common.device_loads": (
             "Addition",
             "DeviceLoad",
             "PlannedLoads",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, SingleDeviceStrategy
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.comparison import plan_strategies
-from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.extensions.tuning import strategy_choice

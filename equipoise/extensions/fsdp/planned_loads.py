@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
+from equipoise.extensions.common.device_loads import DeviceLoad, GatheredUnit, PlannedLoads
 from equipoise.extensions.fsdp.mesh.context.planned_sequences import PlannedSequences
 from equipoise.extensions.fsdp.units import Unit, unit_of
-from equipoise.extensions.planning.description.loads import DeviceLoad, GatheredUnit, PlannedLoads
 
 __all__ = ["sharded_loads"]
 

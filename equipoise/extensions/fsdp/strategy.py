@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.device_loads import WHOLE_STEP, PlannedLoads, StepFacts
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.fsdp.checked_options import check_callbacks, check_divisible, check_options
 from equipoise.extensions.fsdp.interop.features import FSDP
 from equipoise.extensions.fsdp.interop.tensor_parallel import set_device_mesh, wait_as_default
@@ -39,8 +41,6 @@ from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_of_module
 from equipoise.extensions.fsdp.within_steps.stepped_by_hand import SteppedByHand
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, PlannedLoads, StepFacts
 from equipoise.formats import align_columns
 from equipoise.interop.adapters import check_feature
 from equipoise.interop.lightning.classes import is_a

@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.replaced_forwards import own_forwards
+from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.pipeline.checked_traces import CheckedTraces, NotFollowed
 from equipoise.extensions.pipeline.cut_choice import CommonCut, CutChoice
 from equipoise.extensions.pipeline.execution.placement import Placement
@@ -36,8 +38,6 @@ from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
 from equipoise.extensions.pipeline.stack.stacked_call import StackedCall
 from equipoise.extensions.pipeline.stack.stacked_network import StackedNetwork
 from equipoise.parallel.activation_checkpointing import is_checkpointed
-from equipoise.strategies.replaced_forwards import own_forwards
-from equipoise.strategies.timeline import Timeline
 
 __all__ = ["StagedNetwork"]
 

@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 from equipoise.names.public import lazy_dir, lazy_getattr, names_of
 
 if TYPE_CHECKING:
+    from equipoise.extensions.common.device_loads import Addition as Addition
+    from equipoise.extensions.common.device_loads import DeviceLoad as DeviceLoad
+    from equipoise.extensions.common.device_loads import PlannedLoads as PlannedLoads
+    from equipoise.extensions.common.device_loads import PlannedPart as PlannedPart
+    from equipoise.extensions.common.device_loads import StepFacts as StepFacts
+    from equipoise.extensions.common.planned_devices import PlannedDevice as PlannedDevice
+    from equipoise.extensions.common.planned_devices import describe_devices as describe_devices
     from equipoise.extensions.planning.comparison import StrategyPlan as StrategyPlan
     from equipoise.extensions.planning.comparison import plan_strategies as plan_strategies
     from equipoise.extensions.planning.comparison import recommend as recommend
     from equipoise.extensions.planning.curve.parts import PredictedPeak as PredictedPeak
     from equipoise.extensions.planning.curve.prediction import MemoryPrediction as MemoryPrediction
-    from equipoise.extensions.planning.description.devices import PlannedDevice as PlannedDevice
-    from equipoise.extensions.planning.description.devices import describe_devices as describe_devices
-    from equipoise.extensions.planning.description.loads import Addition as Addition
-    from equipoise.extensions.planning.description.loads import DeviceLoad as DeviceLoad
-    from equipoise.extensions.planning.description.loads import PlannedLoads as PlannedLoads
-    from equipoise.extensions.planning.description.loads import PlannedPart as PlannedPart
-    from equipoise.extensions.planning.description.loads import StepFacts as StepFacts
     from equipoise.extensions.planning.prediction import predict_memory as predict_memory
 else:
     __getattr__ = lazy_getattr(__name__)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.device_loads import PlannedLoads
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.curve.parts import PredictedPeak
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.curve.search import largest_size
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import PlannedLoads
 from equipoise.extensions.planning.description.strategies import device_loads
 from equipoise.formats import format_bytes
 from equipoise.strategies.strategy import Strategy

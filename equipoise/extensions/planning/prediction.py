@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.device_loads import PlannedPart
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.interop import PLAN
 from equipoise.extensions.planning.tracing.batches import size_of_batch

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import CheckpointError, ConfigurationError
+from equipoise.extensions.common.interop import is_fake
 from equipoise.extensions.quantization.chosen_layers import check_strategy
 from equipoise.extensions.quantization.quantized_linear import QuantizedLinear
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.torch.fake_tensors import is_fake
 from equipoise.precision import core_precision
 
 __all__ = ["AdapterCheckpoints", "check_has_values", "digest_of"]

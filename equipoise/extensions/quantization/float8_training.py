@@ -13,6 +13,7 @@ from torch import nn
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.interop import is_fake
 from equipoise.extensions.quantization.chosen_layers import (
     check_names,
     check_strategy,
@@ -23,7 +24,6 @@ from equipoise.extensions.quantization.chosen_layers import (
     require,
 )
 from equipoise.extensions.quantization.float8_gathering import GatheredInFloat8
-from equipoise.interop.torch.fake_tensors import is_fake
 from equipoise.precision import core_precision
 
 __all__ = ["Float8Training"]

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.interop import is_fake, usual_tensors
 from equipoise.extensions.quantization.adapter_checkpoints import AdapterCheckpoints, check_has_values, digest_of
 from equipoise.extensions.quantization.chosen_layers import (
     check_names,
@@ -23,7 +24,6 @@ from equipoise.extensions.quantization.chosen_layers import (
 from equipoise.extensions.quantization.formats import eight_bits, four_bits
 from equipoise.extensions.quantization.quantized_linear import Quantize, QuantizedLinear, quantized_layers
 from equipoise.formats import format_bytes
-from equipoise.interop.torch.fake_tensors import is_fake, usual_tensors
 
 __all__ = ["Quantization"]
 

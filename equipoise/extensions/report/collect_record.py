@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
+from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.report.curve_history import CurveHistory, steps_done
 from equipoise.extensions.report.curve_names import group_curves
 from equipoise.extensions.report.fit_recorder import Fit
@@ -26,7 +27,6 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.finders import suggested_rate
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
-from equipoise.strategies.timeline import Timeline
 
 __all__ = ["collect_facts", "collect_record", "collect_times", "pipeline_step"]
 

@@ -9,10 +9,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from equipoise.__main__ import _SHELLS, _take_folders, flags_of, main, other_commands
 from equipoise.app.compose import compose_values
 from equipoise.app.config.checks import STAGES
+from equipoise.extensions.common.planned_devices import describe_devices
 from equipoise.extensions.comparison.measuring.candidates import chosen_candidates
 from equipoise.extensions.comparison.options import Options
 from equipoise.extensions.planning.command.command import _devices_of
-from equipoise.extensions.planning.description.devices import describe_devices
 
 __all__ = ["check_equipoise"]
 

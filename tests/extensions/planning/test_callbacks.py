@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor
 from torch import Tensor, nn
 
 from equipoise import Callback, predict_memory
+from equipoise.extensions.common.planned_devices import describe_devices
 from equipoise.extensions.fsdp.strategy import FSDPStrategy
 from equipoise.extensions.pipeline.strategy.strategy import PipelineStrategy
 from equipoise.extensions.planning.comparison import plan_strategies
-from equipoise.extensions.planning.description.devices import describe_devices
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.precision import core_precision

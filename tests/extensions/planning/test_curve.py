@@ -2,6 +2,7 @@
 
 import pytest
 
+from equipoise.extensions.common.device_loads import Addition, DeviceLoad
 from equipoise.extensions.planning.curve.fitting import (
     IrregularStepError,
     RecordedStep,
@@ -12,7 +13,6 @@ from equipoise.extensions.planning.curve.fitting import (
 from equipoise.extensions.planning.curve.parts import PhaseStart
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.curve.search import largest_size
-from equipoise.extensions.planning.description.loads import Addition, DeviceLoad
 from equipoise.memory.profile.ledger import LedgerEvent
 from equipoise.memory.records import Category, TensorRecord
 

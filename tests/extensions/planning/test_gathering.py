@@ -1,9 +1,9 @@
 """Sharded weights that come and go in a step, by arithmetic on a step of two layers."""
 
+from equipoise.extensions.common.device_loads import DeviceLoad, GatheredUnit
 from equipoise.extensions.planning.curve.curve import MemoryCurve
 from equipoise.extensions.planning.curve.parts import Holder, PhaseStart
 from equipoise.extensions.planning.curve.sizes import Size, Span
-from equipoise.extensions.planning.description.loads import DeviceLoad, GatheredUnit
 
 WEIGHT = 1000
 # A root without parameters, and two units.

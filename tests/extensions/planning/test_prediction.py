@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import equipoise
 from equipoise import ConfigurationError, predict_memory
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.comparison import plan_strategies, recommend
-from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from equipoise.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy

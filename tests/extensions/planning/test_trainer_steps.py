@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import DDPStrategy, FSDPStrategy, MemoryLogger, PipelineStrategy, SingleDeviceStrategy, Trainer
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.comparison.bench.probe import DeviceProbe
 from equipoise.extensions.planning.comparison import plan_strategies
-from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from tests.extensions.planning.steps import Step, example_of, module_of

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.pipeline.schedule.schedule import Schedule
 from equipoise.extensions.pipeline.schedule.simulation import simulate
 from equipoise.memory.profile.places import DevicePlaces
 from equipoise.parallel.device_work import observe_devices
-from equipoise.strategies.timeline import Timeline
 
 __all__ = ["StepProfile", "idle_in_parallel", "idle_of_kernels", "idle_of_schedule"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.extensions.common.replaced_forwards import wants_own_forwards
 from equipoise.extensions.compiled.blocks.block_trial import first_difference, separated, why_not_tried
 from equipoise.extensions.compiled.blocks.choice import Block
 from equipoise.extensions.compiled.comparison.failures import reason_of
 from equipoise.extensions.compiled.interop.compiling import CompiledForward, CompilerError
 from equipoise.notices import rank_zero_warn, warn
-from equipoise.strategies.replaced_forwards import wants_own_forwards
 
 __all__ = ["BlockForward"]
 

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from equipoise.extensions.common.step_thread import StepThread
 from equipoise.extensions.ensemble.computation.batched_call import (
     BatchedCall,
     Call,
@@ -30,7 +31,6 @@ from equipoise.extensions.ensemble.computation.early_call import EarlyCall, part
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
 from equipoise.interop.torch.modules import children_of
 from equipoise.parallel.replicas.device_threads import ThreadState
-from equipoise.parallel.replicas.step_thread import StepThread
 
 __all__ = ["SideBySide"]
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.replaced_forwards import own_forwards
 from equipoise.extensions.fsdp.mesh.grid import DATA, is_cut
 from equipoise.extensions.fsdp.mesh.whole_layers import WholeLayers
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
@@ -29,7 +30,6 @@ from equipoise.parallel.equality import Tolerance, copied, gap_of, largest, tole
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.parallel.step_protocols import TrainingStep
 from equipoise.precision import Precision
-from equipoise.strategies.replaced_forwards import own_forwards
 from equipoise.tree import map_leaves
 
 __all__ = ["CUT_LAYERS", "Difference", "LayerComparison", "Sides", "gradient_of"]

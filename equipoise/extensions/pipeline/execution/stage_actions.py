@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from equipoise.extensions.common.timeline import Action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.graph.stages import StageProgram
 from equipoise.parallel.device_work import on_device
-from equipoise.strategies.timeline import Action
 
 __all__ = ["Forward", "forward_of_steps", "run_action"]
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch.autograd.graph import get_gradient_edge
 
 from equipoise.errors import StepError
+from equipoise.extensions.common.step_thread import StepThread
 from equipoise.parallel.device_work import in_helper_thread
 from equipoise.parallel.replicas.device_threads import ThreadState
-from equipoise.parallel.replicas.step_thread import StepThread
 from equipoise.tree import tensors_in
 
 __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.pipeline.execution.stage_actions import forward_of_steps, run_action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs, move_values, run_backward
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, inside_stage
@@ -23,7 +24,6 @@ from equipoise.extensions.pipeline.graph.stages import StageProgram
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, receives, splits
 from equipoise.parallel.device_work import computing_on, on_device
 from equipoise.parallel.replicas.device_threads import ThreadState
-from equipoise.strategies.timeline import Action, Span, Timeline
 
 __all__ = ["Compute", "Pipeline", "StepRun"]
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from equipoise.errors import StepError
+from equipoise.extensions.common.timeline import Action, Span
 from equipoise.extensions.pipeline.execution.stage_actions import Forward, run_action
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.messaging.commands import BACKWARD, FORWARD, INPUT_GRADIENT, message_tag
 from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError, Way
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, receives
-from equipoise.strategies.timeline import Action, Span
 
 __all__ = ["ProcessStep", "tasks_of"]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import StepError
+from equipoise.extensions.common.timeline import Span, Timeline
 from equipoise.extensions.pipeline.execution.stage_actions import Forward, forward_of_steps
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs, run_backward
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
@@ -17,7 +18,6 @@ from equipoise.extensions.pipeline.messaging.process_step import ProcessStep, ta
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, splits
 from equipoise.parallel.replicas.device_threads import ThreadState
-from equipoise.strategies.timeline import Span, Timeline
 
 __all__ = ["ProcessPipeline"]
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.replaced_forwards import has_replaced_forward
 from equipoise.extensions.pipeline.forward.forward_effects import ForwardEffects
 from equipoise.extensions.pipeline.forward.operation_traits import Traits, traits_of
 from equipoise.extensions.pipeline.forward.packed_sequences import padded_call
@@ -43,7 +44,6 @@ from equipoise.extensions.pipeline.recording.targets import (
 from equipoise.extensions.pipeline.recording.tensor_nodes import Facts, Obstacle, TensorNodes
 from equipoise.interop.torch.modules import has_module_hooks, versions
 from equipoise.parallel.activation_checkpointing import is_checkpointed
-from equipoise.strategies.replaced_forwards import has_replaced_forward
 from equipoise.tree import items_of, leaves_of, tensors_in
 
 __all__ = ["Recorder"]

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from equipoise.errors import ConfigurationError
-from equipoise.strategies.timeline import Action
+from equipoise.extensions.common.timeline import Action
 from equipoise.validation import check_whole
 
 __all__ = [

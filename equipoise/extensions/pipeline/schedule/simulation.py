@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 
+from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, Task, actions_of, needed_for, splits
-from equipoise.strategies.timeline import Action, Span, Timeline
 
 __all__ = ["simulate"]
 

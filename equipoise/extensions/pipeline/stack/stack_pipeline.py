@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.extensions.common.timeline import Action
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.execution.threaded_engine import Compute, Pipeline
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.schedule.schedule import Schedule
 from equipoise.extensions.pipeline.stack.stacked_call import StackedCall, stages_noticed
-from equipoise.strategies.timeline import Action
 
 __all__ = ["StackPipeline"]
 

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
+from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.execution.user_backwards import refuse_backwards_through_network
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
@@ -18,7 +19,6 @@ from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.parallel.divergence.changes import changed, marks_of
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
-from equipoise.strategies.timeline import Timeline
 
 __all__ = ["PipelinedBatch"]
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from equipoise.extensions.common.device_loads import DeviceLoad, PlannedLoads, StageAction, StageWork
 from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of, effect_of
-from equipoise.extensions.planning.description.loads import DeviceLoad, PlannedLoads, StageAction, StageWork
 
 __all__ = ["stage_loads"]
 

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.device_loads import PlannedLoads, StepFacts
+from equipoise.extensions.common.planned_devices import PlannedDevice
+from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.pipeline.cut_choice import CommonCut
 from equipoise.extensions.pipeline.interop import PIPELINE
 from equipoise.extensions.pipeline.network import StagedNetwork
@@ -29,8 +32,6 @@ from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatc
 from equipoise.extensions.pipeline.strategy.planned_loads import stage_loads
 from equipoise.extensions.pipeline.strategy.recovery import FinerBatch, PipelineRecovery
 from equipoise.extensions.pipeline.strategy.run import PipelineRun
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import PlannedLoads, StepFacts
 from equipoise.interop.adapters import check_feature
 from equipoise.interop.lightning.callbacks import copies_of
 from equipoise.interop.torch.modules import set_device_of
@@ -52,7 +53,6 @@ from equipoise.strategies.distributed.sample_shares import ProcessShares
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
-from equipoise.strategies.timeline import Timeline
 
 __all__ = ["PipelineStrategy"]
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.device_loads import PlannedPart
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.prediction import check_real_steps
 from equipoise.extensions.planning.tracing.obstacles import reason_of

@@ -12,11 +12,11 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from equipoise.app.build import build
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.command.alternatives import alternatives_to
 from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.description.devices import PlannedDevice
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.extensions.common.device_loads import WHOLE_STEP, DeviceLoad, StageWork
 from equipoise.extensions.planning.curve.gathering import gathered
 from equipoise.extensions.planning.curve.parts import PredictedPeak, StepTrace
 from equipoise.extensions.planning.curve.replay import Integers, Replay, numbers_of
 from equipoise.extensions.planning.curve.sizes import Size, Span
 from equipoise.extensions.planning.curve.stages import StagesOfStep
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, StageWork
 from equipoise.memory.records import Category
 
 __all__ = ["MemoryCurve"]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from equipoise.extensions.common.device_loads import GatheredUnit
 from equipoise.extensions.planning.curve.parts import PhaseStart, StepTrace
 from equipoise.extensions.planning.curve.replay import Integers, numbers_of
-from equipoise.extensions.planning.description.loads import GatheredUnit
 
 __all__ = ["Gathering", "gathered"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from equipoise.extensions.planning.description.loads import Part
+from equipoise.extensions.common.device_loads import Part
 from equipoise.memory.records import Category
 
 __all__ = ["Holder", "PhaseStart", "PredictedPeak", "StepTrace"]

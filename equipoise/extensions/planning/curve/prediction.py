@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from equipoise.extensions.common.device_loads import WHOLE_STEP, DeviceLoad, Part, PlannedPart, StepFacts
 from equipoise.extensions.planning.curve.curve import MemoryCurve
 from equipoise.extensions.planning.curve.parts import PredictedPeak
 from equipoise.extensions.planning.curve.search import largest_size
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, DeviceLoad, Part, PlannedPart, StepFacts
 
 __all__ = ["MemoryPrediction"]
 

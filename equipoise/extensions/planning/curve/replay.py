@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.extensions.common.device_loads import DeviceLoad, Part
 from equipoise.extensions.planning.curve.parts import PhaseStart, PredictedPeak
-from equipoise.extensions.planning.description.loads import DeviceLoad, Part
 from equipoise.memory.records import CATEGORIES
 
 __all__ = ["Integers", "Replay", "numbers_of"]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.device_loads import WHOLE_STEP, Part, StageAction
 from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak, StepTrace
 from equipoise.extensions.planning.curve.replay import Replay, numbers_of
-from equipoise.extensions.planning.description.loads import WHOLE_STEP, Part, StageAction
 from equipoise.memory.records import Category
 
 __all__ = ["StagesOfStep"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.description.loads import PlannedPart
+from equipoise.extensions.common.device_loads import PlannedPart
 from equipoise.interop.lightning.callbacks import copies_weights
 from equipoise.precision import make_precision
 from equipoise.validation import check_whole

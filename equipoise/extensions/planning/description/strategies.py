@@ -6,14 +6,14 @@ from functools import singledispatch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.description.devices import PlannedDevice
-from equipoise.extensions.planning.description.loads import (
+from equipoise.extensions.common.device_loads import (
     WHOLE_STEP,
     Addition,
     DeviceLoad,
     PlannedLoads,
     StepFacts,
 )
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.memory.records import Category
 from equipoise.parallel.batches.shares import even_sizes, first_device_sizes, sizes_by_shares
 from equipoise.strategies.ddp.strategy import DDPStrategy
@@ -89,8 +89,9 @@ def _sizes_of(strategy: ReplicatedStrategy, devices: Sequence[PlannedDevice], fa
         return lambda batch_size: first_device_sizes(batch_size, count, first)[0]
     if shares is None:
         replica = facts.parameters + facts.buffers + facts.gradients
-        taken = [replica + facts.optimizer_state] + [replica] * (count - 1)
-        rooms = zip(devices, taken, strict=True)
+        # The first device has the state of the optimisers as well.
+        occupied = [replica + facts.optimizer_state] + [replica] * (count - 1)
+        rooms = zip(devices, occupied, strict=True)
         shares = [float(max(0, device.usable - nbytes)) for device, nbytes in rooms]
     if len(shares) != count or not any(shares):
         return even

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.fake_tensors import is_fake
+from equipoise.extensions.common.interop import is_fake
 from equipoise.parallel.batches.splitting import holds_samples, infer_batch_size, why_not
 from equipoise.tree import items_of, map_leaves, rebuild, tensors_in
 

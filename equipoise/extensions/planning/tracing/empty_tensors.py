@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from equipoise.interop.torch.fake_tensors import is_fake, usual_tensors
+from equipoise.extensions.common.interop import is_fake, usual_tensors
 
 __all__ = ["convert_without_memory", "empty_like_real", "exchange_tensors", "has_fake_tensors"]
 

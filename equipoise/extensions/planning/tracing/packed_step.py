@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.device_loads import PlannedPart
+from equipoise.extensions.common.interop import fake_tensors
 from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.description.loads import PlannedPart
 from equipoise.extensions.planning.tracing.stand_in import ignore
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
-from equipoise.interop.torch.fake_tensors import fake_tensors
 from equipoise.parallel.payload.object_pickling import Pickler
 from equipoise.parallel.payload.unpicklable_parts import explain
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.planning.description.loads import PlannedPart
+from equipoise.extensions.common.device_loads import PlannedPart
 from equipoise.extensions.planning.description.settings import StepSettings, changes_layers
 from equipoise.extensions.planning.tracing.empty_tensors import convert_without_memory, has_fake_tensors
 from equipoise.extensions.planning.tracing.stand_in import TrainerStandIn, attach, ignore

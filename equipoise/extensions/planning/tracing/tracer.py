@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from equipoise.extensions.common.interop import fake_tensors
 from equipoise.extensions.planning.curve.fitting import (
     IrregularStepError,
     RecordedStep,
@@ -18,7 +19,6 @@ from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import Notes, refuse_side_effects
 from equipoise.extensions.planning.tracing.recording import record_step
 from equipoise.extensions.planning.tracing.step import BuildOptimizer, PlannedStep
-from equipoise.interop.torch.fake_tensors import fake_tensors
 
 __all__ = ["measure_step", "trace_step"]
 

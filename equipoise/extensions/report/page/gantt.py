@@ -3,12 +3,12 @@
 Of several stages on a device later ones are paler.
 """
 
+from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.report.page.charts import tick_words
 from equipoise.extensions.report.page.markup import Markup, cut, heading, legend, tag, word_column
 from equipoise.extensions.report.page.record import PipelineStep
 from equipoise.extensions.report.page.scales import Scale, make_scale
 from equipoise.formats import format_span
-from equipoise.strategies.timeline import Action, Span, Timeline
 
 __all__ = ["pipeline_chart"]
 

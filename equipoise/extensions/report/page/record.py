@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
+from equipoise.extensions.common.timeline import Timeline
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import Composition, MemoryPoint
-from equipoise.strategies.timeline import Timeline
 
 __all__ = ["LearningRateSearch", "Outcome", "PipelineStep", "ReportSection", "RunEvent", "RunRecord"]
 

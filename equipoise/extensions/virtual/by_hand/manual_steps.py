@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import StepError
+from equipoise.extensions.common.step_thread import StepThread
 from equipoise.extensions.virtual.by_hand.batch_copies import packed_parts, unpacked_parts
 from equipoise.extensions.virtual.by_hand.part_view import PartView, give_own_buffers
 from equipoise.extensions.virtual.by_hand.shared_state import SharedState
@@ -20,7 +21,6 @@ from equipoise.extensions.virtual.parts.part_steps import PartSteps
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.communication.tensor_copies import copy_from_first
-from equipoise.parallel.replicas.step_thread import StepThread
 from equipoise.parallel.snapshot.buffers import Buffers
 from equipoise.parallel.snapshot.random_state import RandomState, capture
 from equipoise.parallel.step_protocols import StepResult, TrainingStep

@@ -5,10 +5,10 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
+from equipoise.extensions.common.step_thread import StepThread
 from equipoise.extensions.virtual.by_hand.part_view import PartView
 from equipoise.extensions.virtual.by_hand.shared_state import SharedState
 from equipoise.parallel.replicas.device_threads import ThreadState
-from equipoise.parallel.replicas.step_thread import StepThread
 
 __all__ = ["Call", "Turns"]
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.comparison.bench.idle import idle_of_kernels, idle_of_schedule
 from equipoise.extensions.pipeline.schedule.simulation import simulate
-from equipoise.strategies.timeline import Timeline
 
 # Events of a device, in place of those of torch's profiler, which no machine without one records.
 Kind = namedtuple("Kind", "name")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import FSDPStrategy, MemoryLogger, Trainer, predict_memory
+from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.comparison import StrategyPlan, plan_strategies
-from equipoise.extensions.planning.description.devices import PlannedDevice
 from tests.extensions.fsdp.context.networks import DECODER, POSITIONS, Gpt, Task, of_transformers
 from tests.extensions.fsdp.programs import fsdp, in_processes
 from tests.support.quiet import QUIET

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from equipoise import ConfigurationError
+from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.pipeline.schedule.schedule import (
     SCHEDULES,
     Schedule,
@@ -16,7 +17,6 @@ from equipoise.extensions.pipeline.schedule.schedule import (
     splits,
 )
 from equipoise.extensions.pipeline.schedule.simulation import simulate
-from equipoise.strategies.timeline import Action, Span, Timeline
 
 PLANS: list[tuple[Schedule, int]] = [
     ("gpipe", 1), ("1f1b", 1), *((name, count) for name in SCHEDULES[2:] for count in (2, 3, 5)),

@@ -4,9 +4,9 @@ import random
 from datetime import datetime
 from typing import Any
 
+from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.report.page.page import render_report
 from equipoise.extensions.report.page.record import PipelineStep, RunRecord
-from equipoise.strategies.timeline import Action, Span, Timeline
 from tests.extensions.report.page.parsing import Element, parse
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import equipoise
+from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.report.page import page as page_module
 from equipoise.extensions.report.page.page import render_report, write_report
 from equipoise.extensions.report.page.record import PipelineStep, RunEvent, RunRecord
 from equipoise.extensions.report.page.sections import curves_section
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
-from equipoise.strategies.timeline import Action, Span, Timeline
 from tests.extensions.report.page.parsing import Element, check_closed, parse, sections
 
 START = datetime(2026, 3, 14, 9, 26, 53)

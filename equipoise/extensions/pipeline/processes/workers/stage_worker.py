@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import WorkerError
+from equipoise.extensions.common.timeline import Span
 from equipoise.extensions.pipeline.execution.stage_graphs import StageGraphs
 from equipoise.extensions.pipeline.graph.stage_spec import StageSpec, rebuild
 from equipoise.extensions.pipeline.graph.stages import StageProgram
@@ -39,7 +40,6 @@ from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.payload.shared_payload import loads
-from equipoise.strategies.timeline import Span
 
 __all__ = ["StageWorker"]
 

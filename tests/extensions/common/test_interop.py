@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from equipoise.interop.torch.fake_tensors import fake_tensors, is_fake, usual_tensors
+from equipoise.extensions.common.interop import fake_tensors, is_fake, usual_tensors
 from equipoise.memory.profile.ledger import Ledger
 
 

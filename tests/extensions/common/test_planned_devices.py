@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from equipoise import ConfigurationError
+from equipoise.extensions.common.planned_devices import GPU_MEMORY, PlannedDevice
 from equipoise.extensions.planning import StepFacts, describe_devices
 from equipoise.extensions.planning.comparison import StrategyPlan, recommend
-from equipoise.extensions.planning.description.devices import GPU_MEMORY, PlannedDevice
 from equipoise.extensions.planning.description.strategies import device_loads
 from equipoise.strategies import (
     BalancedDataParallelStrategy,

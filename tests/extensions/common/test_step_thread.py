@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from equipoise.extensions.common.step_thread import StepThread
 from equipoise.parallel.replicas.device_threads import ThreadState
-from equipoise.parallel.replicas.step_thread import StepThread
 
 SECONDS = 60
 

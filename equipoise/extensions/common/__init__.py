@@ -1,0 +1,1 @@
+"""What several extensions share and the core does not need."""
