@@ -72,9 +72,17 @@ class Masked(Numbered):
         self.net[0].weight.register_hook(lambda gradient: gradient * torch.tensor([0.0, 1.0, 0.0, 1.0]))
 
 
-@pytest.mark.quick_cases(3)
+class FrozenForAStep(Numbered):
+    """Leaves a weight out of some steps."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step % 2:
+            self.net[0].weight.grad = None
+
+
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("engine", ["torch", "native"])
-@pytest.mark.parametrize("kind", [Twice, Thaws, Masked])
+@pytest.mark.parametrize("kind", [FrozenForAStep, Twice, Thaws, Masked])
 def test_gradients_are_those_of_one_device(kind: type[Numbered], engine: Any) -> None:
     one, many = made(kind), made(kind)
     before = many.net[0].weight.detach().clone()

@@ -46,6 +46,8 @@ class TorchEngine:
         self._trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._is_static = wrapper_options["static_graph"]
         self._refuses_unused = not wrapper_options["find_unused_parameters"] and not self._is_static
+        # Whether the backward that runs gives each parameter a gradient.
+        self._must_reach_all = False
         in_buckets = self._refuses_unused and hook is None
         self._weight, carrier = _total_weight(self._trainable.values(), device, in_buckets=in_buckets)
 
@@ -80,13 +82,10 @@ class TorchEngine:
             if last:
                 self._weight.send(step.total_with(result))
             # 3. The backward, in which the wrapper exchanges the gradients.
+            self._must_reach_all = last and zero_loss is None and self._refuses_unused
             step.backward(result)
             if zero_loss is not None:
                 zero_loss.backward()
-
-        # 4. Parameters without a gradient are refused by name; the wrapper would refuse the next step.
-        if last and zero_loss is None and self._refuses_unused:
-            self._check_used()
         return result
 
     def _zero_loss(self) -> Tensor:
@@ -97,10 +96,15 @@ class TorchEngine:
             terms.append(empty.sum().to(torch.float32))
         return torch.stack(terms).sum()
 
-    def _check_used(self) -> None:
+    def collect(self) -> None:
+        """Refuse parameters without a gradient by name, before hooks may remove some.
+
+        The wrapper has completed the exchange within the backward, and would refuse the next step.
+        """
+        if not self._must_reach_all:
+            return
         unused = [name for name, parameter in self._trainable.items() if parameter.grad is None]
-        # Without a backward, as in the epoch that StochasticWeightAveraging adds, none has a gradient.
-        if not unused or len(unused) == len(self._trainable):
+        if not unused:
             return
         names = ", ".join(unused[:5])
         if len(unused) > 5:
@@ -109,9 +113,6 @@ class TorchEngine:
             f"Parameters that took no part in the loss: {names}. Say so with"
             " DDPStrategy(find_unused_parameters=True), take engine='native', or freeze them."
         )
-
-    def collect(self) -> None:
-        """Do nothing: the wrapper completes the exchange within the backward."""
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """End a window; see `GradientExchange.finish`. The wrapper has averaged over the processes."""
