@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ __all__ = ["BackwardCall", "gradients_here", "intercept_backwards", "is_summed"]
 
 _will_engine_execute_node: Callable[[Any], bool] | None = find("torch._C._will_engine_execute_node")
 
-# Whether `gradients_here` runs. A backward may call hooks in another thread.
-_RUNS_HERE: list[bool] = []
+# The threads in which `gradients_here` runs.
+_RUN_HERE: list[int] = []
 
 
 def gradients_here(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -27,12 +28,13 @@ def gradients_here(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         args: Its arguments.
         kwargs: Its arguments by name.
     """
-    _RUNS_HERE.append(True)
+    thread = get_ident()
+    _RUN_HERE.append(thread)
     try:
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(*args, **kwargs)
         return gradients
     finally:
-        _RUNS_HERE.pop()
+        _RUN_HERE.remove(thread)
 
 
 def is_summed(leaf_node: Any) -> bool:
@@ -41,7 +43,8 @@ def is_summed(leaf_node: Any) -> bool:
     Args:
         leaf_node: The node at which the leaf receives its gradient. Nothing public tells what becomes of it.
     """
-    if _will_engine_execute_node is None or _RUNS_HERE:
+    # A backward on a GPU calls hooks in a thread of its own.
+    if _will_engine_execute_node is None or _RUN_HERE:
         return True
     try:
         return _will_engine_execute_node(leaf_node)
@@ -72,10 +75,16 @@ class BackwardCall(NamedTuple):
     accumulates: bool
 
 
+# What runs each backward, the last one begun first; and torch's own function.
+_AROUND: list[Callable[[BackwardCall], Any]] = []
+_run_in_engine: Callable[..., Any] | None = find(f"torch.autograd.{_ENGINE_CALL}")
+
+
 def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], None]:
     """Let a function run every backward that Python code begins in this process: `torch.autograd.grad` and others.
 
-    No public hook sees what `torch.autograd.grad` returns, nor the end of a backward.
+    No public hook sees what `torch.autograd.grad` returns, nor the end of a backward. Of several such functions the one
+    that was given last runs them, until it ends.
 
     Args:
         around: Function that receives a backward and returns its result.
@@ -83,15 +92,22 @@ def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], N
     Returns:
         Function that ends this.
     """
-    original = getattr(torch.autograd, _ENGINE_CALL)
+    _AROUND.append(around)
+    setattr(torch.autograd, _ENGINE_CALL, _run)
 
-    def run(
-        outputs: Any, gradients: Any, retain: bool, create: bool, inputs: Sequence[Any], *args: Any, **kw: Any
-    ) -> Any:
-        compute = partial(original, outputs, gradients, retain, create, inputs, *args, **kw)
-        if _RUNS_HERE:
-            return compute()
-        return around(BackwardCall(compute, outputs, inputs, create, kw["accumulate_grad"]))
+    def end() -> None:
+        _AROUND.remove(around)
+        if not _AROUND:
+            setattr(torch.autograd, _ENGINE_CALL, _run_in_engine)
 
-    setattr(torch.autograd, _ENGINE_CALL, run)
-    return partial(setattr, torch.autograd, _ENGINE_CALL, original)
+    return end
+
+
+def _run(outputs: Any, gradients: Any, retain: bool, create: bool, inputs: Sequence[Any], *args: Any, **kw: Any) -> Any:
+    assert _run_in_engine is not None
+    compute = partial(_run_in_engine, outputs, gradients, retain, create, inputs, *args, **kw)
+    # Another thread may have ended the last one meanwhile.
+    around = _AROUND[-1:]
+    if get_ident() in _RUN_HERE or not around:
+        return compute()
+    return around[0](BackwardCall(compute, outputs, inputs, create, kw["accumulate_grad"]))

@@ -1,5 +1,7 @@
 """The backward without torch's checks has the results of torch's backward."""
 
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch.autograd import grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
+from equipoise.interop.distributed.backward_calls import BackwardCall, gradients_here, intercept_backwards
 from equipoise.interop.torch.autograd import (
     is_changed,
     is_in_backward,
@@ -149,3 +151,32 @@ def test_every_backward_is_intercepted() -> None:
         (True, False, 0, False),
         (True, False, 0, True),
     ]
+
+
+def test_interceptions_end_in_any_order() -> None:
+    """And a thread that computes gradients for itself hides none of another."""
+    seen: list[str] = []
+    engine_call = torch.autograd._engine_run_backward
+    x = torch.ones(3, requires_grad=True)
+
+    def note(name: str, call: BackwardCall) -> Any:
+        seen.append(name)
+        return call.run()
+
+    def meanwhile(gradient: Tensor) -> None:
+        thread = threading.Thread(target=lambda: grad(x.sum(), x))
+        thread.start()
+        thread.join()
+
+    end_first = intercept_backwards(partial(note, "first"))
+    end_second = intercept_backwards(partial(note, "second"))
+    y = x.detach().requires_grad_()
+    hidden = y.sin()
+    hidden.register_hook(meanwhile)
+    gradients_here(hidden.sum(), [y])
+    end_first()
+    grad(x.sum(), x)
+    end_second()
+    grad(x.sum(), x)
+    assert seen == ["second", "second"]
+    assert torch.autograd._engine_run_backward is engine_call
