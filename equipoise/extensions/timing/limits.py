@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from equipoise.extensions.timing.parts import (
     CALLBACK,
     CHECKPOINTS,
+    COMPUTATION,
     COPYING,
     DATA,
     EXCHANGE,
+    FORWARD,
     LOGGERS,
     MODULE_HOOKS,
     STEP,
@@ -17,9 +19,21 @@ from equipoise.extensions.timing.parts import (
 )
 from equipoise.extensions.timing.run_times import RunTimes
 
-__all__ = ["LEAST_SHARE", "SHORT_STEPS", "SLOW_PROCESS", "Facts", "Limit", "find_limit", "times_less_often"]
+__all__ = [
+    "LEAST_SHARE",
+    "PAUSES",
+    "READS",
+    "SHORT_STEPS",
+    "SLOW_PROCESS",
+    "Facts",
+    "Limit",
+    "find_limit",
+    "times_less_often",
+]
 
 # What limits a run besides the parts of a step.
+PAUSES = "pauses of training_step"
+READS = "reads of numbers"
 SHORT_STEPS = "short steps"
 SLOW_PROCESS = "a slow process"
 
@@ -38,6 +52,8 @@ _LEAST_STEPS = 20
 _CALLS_SECONDS = 0.0005
 # A batch of this size fills such operations.
 _LARGE_BATCH = 256
+# A step may log its loss as a number. On a GPU each read waits until all operations before it are done.
+_MANY_READS = 20
 # More workers are rarely of use for one process.
 _MOST_WORKERS = 8
 
@@ -54,6 +70,8 @@ class Facts:
         validations: Number of validations.
         epoch_steps: Steps of an epoch; infinite if unknown.
         compiles: Whether steps are compiled or captured.
+        pauses: Seconds of a training step between operations of torch; see `HostWork`.
+        reads: Numbers of tensors that a training step reads.
     """
 
     num_workers: int | None = None
@@ -63,6 +81,8 @@ class Facts:
     validations: int = 0
     epoch_steps: float = math.inf
     compiles: bool = False
+    pauses: float = 0.0
+    reads: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,11 +121,21 @@ def find_limit(times: RunTimes, facts: Facts) -> Limit | None:
         return max(limits, key=lambda limit: limit.share)
     if times.waiting_share() >= _LEAST_WAITING:
         return _slow_process(times)
+    if facts.reads >= _MANY_READS:
+        return Limit(
+            READS,
+            1.0,
+            f"`training_step` reads {facts.reads} numbers of tensors, as `.item()` and `if tensor:` do, and on a GPU"
+            " each of them waits for all operations before it",
+            "compute with the tensors, and read one that holds all results, or hand tensors to `self.log`",
+        )
     return short_steps
 
 
 def _limits(times: RunTimes, facts: Facts) -> Iterator[Limit]:
     """Yield each part that could be smaller."""
+    if facts.pauses:
+        yield _pauses(times, facts)
     for name, share in times.shares().items():
         taken = f"takes {share:.0%} of the time"
         if name == DATA:
@@ -156,6 +186,18 @@ def _validation(times: RunTimes, facts: Facts, share: float) -> Limit:
         settings = {"val_check_interval": 1.0, "check_val_every_n_epoch": math.ceil(enough / facts.epoch_steps)}
     statement = f"validation every {steps:,} steps takes {share:.0%} of the time"
     return _tried(VALIDATION, share, statement, **settings)
+
+
+def _pauses(times: RunTimes, facts: Facts) -> Limit:
+    # The step that was watched may have been slower than others.
+    forward = times.parts.get(FORWARD, times.parts.get(COMPUTATION, 0.0))
+    share = min(facts.pauses * times.steps, forward) / times.seconds
+    return Limit(
+        PAUSES,
+        share,
+        f"{share:.0%} of the time passes in `training_step` between operations of torch, in other Python code",
+        "do this work in the data set, whose workers run beside the training, or in fewer steps",
+    )
 
 
 def times_less_often(share: float) -> int:

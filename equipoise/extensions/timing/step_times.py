@@ -14,10 +14,12 @@ from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.extensions.timing.clock import FIRST_STEPS, Clock
 from equipoise.extensions.timing.device_times import DeviceTimes
+from equipoise.extensions.timing.host_work import HostWork
 from equipoise.extensions.timing.limits import LEAST_SHARE, Facts, find_limit
 from equipoise.extensions.timing.parts import DATA, STEP, Cell, cell_of
 from equipoise.extensions.timing.run_times import RunTimes, without_inner_parts
 from equipoise.interop.lightning.classes import is_a, takes_iterator
+from equipoise.interop.torch.modules import is_compiled
 from equipoise.trainer.data.prefetch import copy_batch
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.validation import check_whole
@@ -69,6 +71,7 @@ class StepTimes(Callback):
         self.facts: Facts | None = None
         self.history: list[tuple[int, dict[str, float]]] = []
         self._clock: Clock | None = None
+        self._host_work = HostWork(0)
         self._pulls_batches = False
         self._is_by_hand = False
         self._validations = 0
@@ -89,6 +92,7 @@ class StepTimes(Callback):
         if trainer.strategy.root_device.type == "cuda":
             device_times = DeviceTimes()
         self._clock = Clock(device_times, self.first_steps)
+        self._host_work = HostWork(self.first_steps if _is_watched(trainer, pl_module) else 0)
         self._pulls_batches = takes_iterator(pl_module, "training_step")
         self._is_by_hand = not pl_module.automatic_optimization
         self._validations = 0
@@ -101,6 +105,8 @@ class StepTimes(Callback):
     def wrap_call(self, trainer: Any, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Time a call of the loop."""
         clock = self._clock
+        if action.startswith("[Strategy]") and action.endswith(".training_step"):
+            return self._host_work.watching(function)
         # A copy that has nothing to do is not worth the clock.
         if clock is None or (function is copy_batch and clock.device_times is None):
             return function
@@ -204,7 +210,7 @@ class StepTimes(Callback):
         if times is None:
             return
         self.times = times
-        self.facts = _facts(trainer, self._validations)
+        self.facts = _facts(trainer, self._validations, self._host_work)
         limit = find_limit(times, self.facts)
         if limit is not None:
             self.limit = str(limit)
@@ -221,7 +227,15 @@ def _has_summary(trainer: Any) -> bool:
     return any(isinstance(callback, RunSummary) for callback in trainer.callbacks)
 
 
-def _facts(trainer: Any, validations: int) -> Facts:
+def _is_watched(trainer: Any, module: LightningModule) -> bool:
+    """Return whether `training_step` calls all its operations one by one, in this thread, and waits for no process."""
+    is_alone = trainer.world_size == 1 and getattr(trainer.strategy, "keeps_batches_whole", False)
+    if not is_alone or trainer.compiles_steps or trainer.captures_steps:
+        return False
+    return not any(map(is_compiled, module.modules()))
+
+
+def _facts(trainer: Any, validations: int, host_work: HostWork) -> Facts:
     """Return the facts on which the sentence depends."""
     loader = trainer.train_dataloader
     # Workers of a stream each read all of it, unless it shares itself out.
@@ -236,6 +250,8 @@ def _facts(trainer: Any, validations: int) -> Facts:
         validations=validations,
         epoch_steps=epoch_steps or math.inf,
         compiles=bool(trainer.compiles_steps or trainer.captures_steps),
+        pauses=host_work.pauses,
+        reads=host_work.reads,
     )
 
 

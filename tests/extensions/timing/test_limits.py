@@ -13,7 +13,7 @@ from torch import Tensor
 from equipoise import StepTimes
 from equipoise.extensions.timing.limits import Facts, find_limit
 from equipoise.extensions.timing.run_times import RunTimes
-from tests.extensions.timing.programs import Slow, Ticking, Validated, fit, loader
+from tests.extensions.timing.programs import FIRST, Slow, Ticking, Validated, fit, loader
 from tests.support.callback_runs import Clock
 
 Program = Callable[[Clock, Path], StepTimes]
@@ -103,6 +103,28 @@ def tiny_batches(clock: Clock, folder: Path) -> StepTimes:
     return fit(module, loader(clock, 2**-15, samples=2300))[0]
 
 
+def python_in_the_step(clock: Clock, folder: Path) -> StepTimes:
+    class Working(Ticking):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            # In the step that is watched; the clock of the test goes on as it does in others.
+            self.sum = sum(range(10**6)) if batch_idx == FIRST - 1 else 0
+            return loss
+
+    module = Working(clock, forward=2**-11, backward=2**-12, step=2**-14)
+    return fit(module, loader(clock, samples=2300))[0]
+
+
+def many_reads(clock: Clock, folder: Path) -> StepTimes:
+    class Reading(Ticking):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            values = [self.layer.weight[0, 0].item() for _ in range(300)]
+            self.log("sum", sum(values))
+            return super().training_step(batch, batch_idx)
+
+    return fit(Reading(clock), loader(clock))[0]
+
+
 PLANTED: dict[Program, str] = {
     slow_data: "50% of the time is spent waiting for data: the loader has num_workers=0: try num_workers=2",
     slow_collate: "50% of the time is spent waiting for data: the loader has num_workers=0: try num_workers=2",
@@ -117,6 +139,9 @@ PLANTED: dict[Program, str] = {
     slow_checkpoints: "saving checkpoints takes 30% of the time: save 4 times less often",
     frequent_logs: "writing to loggers takes 50% of the time: try log_every_n_steps=10",
     slow_optimizer: "the optimiser takes 85% of the time: try fused=True in its constructor",
+    python_in_the_step: "62% of the time passes in `training_step` between operations of torch, in other Python code:"
+    " do this work in the data set",
+    many_reads: "`training_step` reads 300 numbers of tensors, as `.item()`",
     tiny_batches: "a step takes 458 µs, mostly for calls of operations that compute little: try a larger batch_size",
 }
 
@@ -160,6 +185,24 @@ def reading_a_value(clock: Clock, folder: Path) -> StepTimes:
     return fit(Reading(clock), loader(clock))[0]
 
 
+def reads_of_torch(clock: Clock, folder: Path) -> StepTimes:
+    """An optimiser reads how often each of its 30 parameters was stepped."""
+
+    class ByHand(Ticking):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss(batch) + sum(self.more).sum())
+            self.optimizers().step()
+
+        def configure_optimizers(self) -> Any:
+            self.more = torch.nn.ParameterList(torch.ones(1, dtype=torch.float64) for _ in range(30))
+            return torch.optim.Adam(self.more, foreach=False)
+
+    return fit(ByHand(clock), loader(clock))[0]
+
+
 def slow_first_steps(clock: Clock, folder: Path) -> StepTimes:
     """The compilation of the first steps is apart."""
 
@@ -179,7 +222,16 @@ def small_steps_of_large_batches(clock: Clock, folder: Path) -> StepTimes:
     return fit(module, loader(clock, samples=2**13, batch_size=256))[0]
 
 
-HEALTHY = [plain, with_everything, accumulating, reading_a_value, slow_first_steps, short, small_steps_of_large_batches]
+HEALTHY = [
+    plain,
+    with_everything,
+    accumulating,
+    reading_a_value,
+    reads_of_torch,
+    slow_first_steps,
+    short,
+    small_steps_of_large_batches,
+]
 
 
 @pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.__name__)
