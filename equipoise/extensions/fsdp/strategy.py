@@ -96,8 +96,7 @@ class FSDPStrategy(ProcessStrategy):
         tensor_plan: Plan by which layers are cut if `configure_model` cuts none: by names, with * and ** as in `units`,
             "colwise", "rowwise", further names of transformers' plans or a style of torch, and "divided" for an
             attribute such as a number of heads. Layers whose width `tensor` does not divide stay whole. Default: None,
-            what the module's method `tensor_plan` returns, else the plan of a model of transformers in the module, else
-            one that is found in a fit: layers that compute the same on the first batch where they are cut.
+            what the module's method `tensor_plan` returns, else the plan of a model of transformers in the module.
         context: Number of processes of a machine over which the sequences of each batch are divided in training.
             Attention sees all keys, and evaluations whole sequences. A sequence has a multiple of twice this number of
             positions. Default: 1.
@@ -264,13 +263,13 @@ class FSDPStrategy(ProcessStrategy):
         if configuration is None or self._columns == 1:
             return
         if not configuration.has_cut:
-            from equipoise.extensions.fsdp.mesh.plans.finding import cut_by_plan
+            from equipoise.extensions.fsdp.mesh.plans.choice import cut_by_plan
 
             configuration.note_new_parts()
             assert is_a(module, LightningModule)
             mesh = configuration.mesh
             with loopback(only=self.processes.spawns):
-                cut_by_plan(module, mesh, self.tensor_plan, self.root_device, training=self._is_fitting)
+                cut_by_plan(module, mesh, self.tensor_plan, training=self._is_fitting)
         elif self.tensor_plan is not None:
             raise ConfigurationError(
                 "`configure_model` has cut or sharded layers already, which FSDPStrategy(tensor_plan=...) would cut"

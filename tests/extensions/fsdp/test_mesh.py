@@ -158,7 +158,7 @@ def refusals() -> dict[str, str]:
 @pytest.mark.slow
 def test_what_cannot_be_computed_is_refused() -> None:
     found = in_processes(2, refusals)
-    assert "cuts no layer, so each process would compute the same" in found["Uncut"]
+    assert "FSDPStrategy(tensor=2) has no plan of the layers of Uncut that are cut" in found["Uncut"]
     assert "blocks.0.up.weight is cut and on the meta device" in found["CutOnMeta"]
     assert "has called `fully_shard`" in found["CutAndSharded"]
     assert "blocks.1.up.weight and blocks.2.up.weight were one parameter" in found["CutApart"]

@@ -45,6 +45,21 @@ class WrongHeads(CutHeads):
         self.attention.heads = heads
 
 
+class Watched(Net):
+    """A buffer sees what passes between two layers that its plan cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(()))
+        self.blocks[0].down.register_forward_pre_hook(self.watch)
+
+    def watch(self, layer: nn.Module, args: Any) -> None:
+        self.running.add_(args[0].detach().square().sum())
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
 class BuiltThere(CutHeads):
     """Makes its attention where it cuts it, so that no attribute of whole layers was there before."""
 
@@ -115,17 +130,19 @@ class Uncopied(Cut):
 
 
 def refusals() -> dict[str, str]:
-    return errors_of({kind.__name__: partial(fit, kind, fsdp(tensor=2), 2) for kind in (WholeNorm, WrongHeads)})
+    kinds = (WholeNorm, WrongHeads, Watched)
+    return errors_of({kind.__name__: partial(fit, kind, fsdp(tensor=2), 2) for kind in kinds})
 
 
 @pytest.mark.slow
 def test_layers_that_compute_something_else_are_refused() -> None:
-    norm, heads = in_processes(2, refusals).values()
+    norm, heads, watched = in_processes(2, refusals).values()
     assert "In the first batch the gradient of norm." in norm
     assert "is whole, so each process computes its gradient from all inputs of its layer" in norm
     assert "FSDPStrategy(compare_layers=False) trains without this comparison." in norm
     assert "In the first batch the loss differs by" in heads
     assert "the number of heads is divided by the size of the mesh" in heads
+    assert "the buffer 'running' has other values with cut layers" in watched
 
 
 def untouched() -> list[Any]:

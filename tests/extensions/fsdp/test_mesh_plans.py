@@ -305,7 +305,8 @@ def outcomes() -> dict[str, Any]:
     found["heads"] = module.attention.heads
     twice = partial(fit, Cut, fsdp(tensor=2, tensor_plan=PLAN), 2)
     nothing = partial(fit, Net, fsdp(tensor=2, tensor_plan={"first": "colwise_gather_output"}), 2)
-    return found | errors_of({"twice": twice, "nothing": nothing})
+    none = partial(fit, Net, fsdp(tensor=2), 2, batch_size=12)
+    return found | errors_of({"twice": twice, "nothing": nothing, "none": none})
 
 
 @pytest.mark.slow
@@ -321,6 +322,9 @@ def test_training_by_a_plan_equals_that_of_one_device() -> None:
     assert "FSDPStrategy(tensor_plan=...) would cut once more" in found["twice"]
     assert "cuts no layer" in found["nothing"]
     assert "first stays whole: a width of 7 is not divisible by 2." in found["nothing"]
+    ways = ("FSDPStrategy(tensor_plan={", "a method `Net.tensor_plan`", "`configure_model`, by `parallelize_module`")
+    for way in ways:
+        assert way in found["none"]
 
 
 HALVES: dict[str, tuple[Any, dict[str, str], str]] = {

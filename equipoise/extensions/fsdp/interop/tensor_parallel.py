@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["forget_cuts", "leave_group", "set_device_mesh", "wait_as_default"]
+__all__ = ["forget_cuts", "set_device_mesh", "wait_as_default"]
 
 # Functions of this package turn the inputs and outputs of a layer into parts, and back.
 _PACKAGE = "torch.distributed.tensor"
@@ -42,23 +42,6 @@ def forget_cuts(module: nn.Module) -> None:
 
 def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
-
-
-def leave_group(mesh: DeviceMesh) -> None:
-    """Leave the group of a mesh of one dimension, and close its connections.
-
-    Processes that wait in it for this one receive an error then. Torch keeps meshes in caches of operations, and a mesh
-    keeps its group: without the name, the others wait until the timeout.
-
-    Args:
-        mesh: The mesh.
-    """
-    group: Any = mesh.get_group()
-    if dist.get_backend(group) == "nccl":
-        # Kernels may wait for a process that has failed.
-        group.abort()
-    dist.destroy_process_group(group)
-    vars(mesh).get("_pg_registry", {}).clear()
 
 
 def wait_as_default(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,9 +1,7 @@
 """The processes as a grid: a row for each batch of a step, whose processes compute it together."""
 
-from itertools import count
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -23,7 +21,6 @@ __all__ = [
     "is_cut",
     "make_mesh",
     "part_of",
-    "row_apart",
     "row_placement",
     "sizes_of",
 ]
@@ -35,8 +32,6 @@ TENSOR = "tensor_parallel"
 CONTEXT = "context_parallel"
 
 Size = int | Literal["auto"]
-
-_ROWS = count()
 
 
 def check_size(name: str, size: Any, *, or_auto: bool = True) -> None:
@@ -113,22 +108,6 @@ def make_mesh(kind: str, data: int, tensor: int, context: int | None = None) -> 
         return wait_as_default(init_device_mesh(kind, (data, tensor), mesh_dim_names=(DATA, TENSOR)))
     shape = (data, context, tensor)
     return wait_as_default(init_device_mesh(kind, shape, mesh_dim_names=(DATA, CONTEXT, TENSOR)))
-
-
-def row_apart(row: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of the processes of a row with a group of its own; all processes call it together.
-
-    Args:
-        row: The row, of successive ranks.
-    """
-    # Torch takes meshes of one name for the same, also in its caches of operations, where groups are those of before.
-    name = f"row {next(_ROWS)}"
-    for first in range(0, dist.get_world_size(), row.size()):
-        ranks = range(first, first + row.size())
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            mesh = DeviceMesh.from_group(group, row.device_type, mesh_dim_names=(name,))
-    return wait_as_default(mesh)
 
 
 def grid_rows(together: int, context: int, cells: list[str]) -> list[list[str]]:

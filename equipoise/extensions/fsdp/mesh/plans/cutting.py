@@ -12,12 +12,12 @@ from equipoise.extensions.fsdp.mesh.plans.sources import Plan
 from equipoise.extensions.fsdp.mesh.plans.styles import cut_layer, cut_width, is_alone, title_of
 from equipoise.formats import align_columns
 
-__all__ = ["NUMBER", "apply_plan", "layers_table", "reasons_of"]
+__all__ = ["apply_plan", "layers_table", "reasons_of"]
 
 # Attributes that state the width of a head.
 _WIDTHS_OF_HEADS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 # A number between dots.
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
@@ -204,7 +204,7 @@ def layers_table(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> str:
 def _rows(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield the pattern, the style and the reason of each layer."""
     for name, layer in module.named_modules():
-        pattern = NUMBER.sub("*", name)
+        pattern = _NUMBER.sub("*", name)
         style = plan.styles.get(name)
         if style is not None and name not in reasons:
             yield pattern, title_of(style), ""
@@ -212,7 +212,7 @@ def _rows(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> Iterator[tu
             reason = reasons.get(name, "it is in no plan")
             yield pattern, "whole", reason
     for name in plan.divided:
-        pattern = NUMBER.sub("*", name)
+        pattern = _NUMBER.sub("*", name)
         if _is_divided(name, plan, reasons):
             yield pattern, "divided", ""
         else:

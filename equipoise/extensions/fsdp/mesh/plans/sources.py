@@ -9,7 +9,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED, STYLES, Style, check_plan
 from equipoise.names.patterns import expression_of
 
-__all__ = ["Plan", "layers_of", "matching", "numbers_of", "plan_of_models", "written_plan"]
+__all__ = ["Plan", "plan_of_models", "written_plan"]
 
 _OPTION = "FSDPStrategy(tensor_plan=...)"
 
@@ -56,15 +56,15 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
 
     # 2. The layers and attributes that they name.
     plan = Plan(origin, {}, [], {})
-    layers = layers_of(module)
-    numbers = numbers_of(module)
+    layers = _layers_of(module)
+    numbers = _numbers_of(module)
     for pattern, style in option.items():
         if style == DIVIDED:
             names = _matching_numbers(numbers, pattern)
             missing = "number of the module or its submodules"
             plan.divided.extend(names)
         else:
-            names = matching(layers, pattern)
+            names = _matching(layers, pattern)
             missing = "submodule"
             styles = dict.fromkeys(names, style)
             plan.styles.update(styles)
@@ -73,7 +73,7 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
     return plan
 
 
-def matching(names: Iterable[str], pattern: str) -> list[str]:
+def _matching(names: Iterable[str], pattern: str) -> list[str]:
     """Return the names to which a pattern applies."""
     expression = expression_of(pattern)
     return [name for name in names if expression.fullmatch(name)]
@@ -83,7 +83,7 @@ def _matching_numbers(names: Iterable[str], pattern: str) -> list[str]:
     """Return the numbers to which a pattern applies; those of the module itself have an owner without a name."""
     names_with_owner = [_with_owner(name) for name in names]
     pattern_with_owner = _with_owner(pattern)
-    matched = matching(names_with_owner, pattern_with_owner)
+    matched = _matching(names_with_owner, pattern_with_owner)
     return [name.removeprefix(".") for name in matched]
 
 
@@ -93,12 +93,12 @@ def _with_owner(name: str) -> str:
     return f".{name}"
 
 
-def layers_of(module: nn.Module) -> list[str]:
+def _layers_of(module: nn.Module) -> list[str]:
     """Return the full names of all submodules."""
     return [name for name, _ in module.named_modules() if name]
 
 
-def numbers_of(module: nn.Module) -> list[str]:
+def _numbers_of(module: nn.Module) -> list[str]:
     """Return the full names of all attributes with whole numbers."""
     names = []
     for owner, part in module.named_modules():
@@ -116,17 +116,17 @@ def plan_of_models(module: nn.Module) -> Plan | None:
         module: The module.
     """
     plan = Plan("transformers", {}, [], {})
-    layers = layers_of(module)
+    layers = _layers_of(module)
     parameters = [name for name, _ in module.named_parameters()]
     for prefix, styles in _models(module):
         for pattern, style in styles.items():
-            for name in matching(layers, prefix + pattern):
+            for name in _matching(layers, prefix + pattern):
                 if style in STYLES:
                     plan.styles[name] = style
                 else:
                     plan.reasons[name] = f"torch has no style for {style!r}"
             # Some entries name parameters, such as those of experts in one tensor.
-            for name in matching(parameters, prefix + pattern):
+            for name in _matching(parameters, prefix + pattern):
                 plan.reasons[name] = "it is a parameter"
     if not plan.styles:
         return None
