@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
+from equipoise.interop.lightning.classes import is_a, is_overridden
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
 from equipoise.strategies.strategy import splitter_of
@@ -64,10 +64,6 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     """Let the logged values of a run be weighted by batch sizes, and reduced over its processes."""
     strategy = parts.strategy
     size_of: SizeOf = splitter_of(strategy, module).size_of_drawn
-    if any(takes_iterator(module, step) for step in ("training_step", "validation_step", "test_step")):
-        from equipoise.trainer.data.dataloader_iter import checking_batches
-
-        size_of = checking_batches(size_of)
     reduction: Any = None
     processes = strategy.processes.data
     if processes.world_size > 1 and processes.has_one_state:

@@ -10,7 +10,6 @@ from torch.optim import LBFGS
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.compiled.interop.compiling import backends, check_options, why_not_compiled
 from equipoise.extensions.compiled.interop.features import CAPTURE, COMPILE
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.lightning.self_log import has_own_log
 from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.strategies.strategy import Strategy
@@ -112,8 +111,6 @@ def why_eager(context: "RunContext", *, skip_backward: bool) -> str | None:
     reason = why_not_compiled(CAPTURE if context.state.captures_steps else COMPILE)
     if reason is not None:
         return reason
-    if takes_iterator(module, "training_step"):
-        return "it pulls its batches from an iterator"
     if skip_backward:
         return "its steps run no backward"
     if hooks.is_profiled:

@@ -12,7 +12,6 @@ from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.throughput import Throughput, batches_of_step, samples_of
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.splitting import Splitter
 
 __all__ = ["Fit", "FitRecorder", "size_function"]
@@ -219,10 +218,4 @@ def size_function(trainer: Any, module: Any) -> Callable[[Any], int | None]:
 
     That function returns None if the number is unknown.
     """
-    # The hook receives only the last of the batches that such a step pulls.
-    if takes_iterator(module, "training_step"):
-        return _unknown_size
     return Splitter(module, getattr(trainer.strategy, "dim", 0)).size
-
-
-def _unknown_size(batch: Any) -> None: ...

@@ -57,10 +57,10 @@ class InplaceActivations(Callback):
                 "InplaceActivations tries the training step on one device in one process, but there are several."
                 " Set inplace=True in the module, or choose strategy='single_device'."
             )
-        if not pl_module.automatic_optimization or "dataloader_iter" in _arguments(pl_module):
+        if not pl_module.automatic_optimization:
             raise ConfigurationError(
-                "InplaceActivations repeats the training step, which must neither optimise by hand nor pull its"
-                " batches. Set inplace=True in the module instead."
+                "InplaceActivations repeats the training step, which must not optimise by hand. Set inplace=True in the"
+                " module instead."
             )
         self.choice = InplaceChoice()
         self._is_due = True

@@ -7,7 +7,6 @@ from equipoise.extensions.timing.parts import (
     BACKWARD,
     BETWEEN_STEPS,
     COMPUTATION,
-    DATA,
     EXCHANGE,
     FORWARD,
     REST,
@@ -90,14 +89,13 @@ class RunTimes:
 
 
 def without_inner_parts(
-    cells: Mapping[Cell, float], seconds: float, *, pulls_batches: bool, device: Mapping[str, float] | None = None
+    cells: Mapping[Cell, float], seconds: float, device: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Return the seconds of each part without those of the parts within it.
 
     Args:
         cells: Seconds of the clock's cells.
         seconds: Duration of the run.
-        pulls_batches: Whether the training step reads its batches.
         device: Seconds of a CUDA device by parts, in some steps. Default: None, the host's times are right.
     """
     # 1. The seconds of each part, without those of the parts within it.
@@ -108,8 +106,6 @@ def without_inner_parts(
     for cell, duration in cells.items():
         if cell.within in result:
             result[cell.within] -= duration
-    if pulls_batches and FORWARD in result:
-        result[FORWARD] -= result.get(DATA, 0.0)
     # 2. The rest.
     result[REST] = max(0.0, seconds - sum(result.values()))
     if device is not None and sum(device.values()) > 0:

@@ -16,9 +16,9 @@ from equipoise.extensions.timing.clock import FIRST_STEPS, Clock
 from equipoise.extensions.timing.device_times import DeviceTimes
 from equipoise.extensions.timing.host_work import HostWork
 from equipoise.extensions.timing.limits import LEAST_SHARE, Facts, find_limit
-from equipoise.extensions.timing.parts import DATA, STEP, Cell, cell_of
+from equipoise.extensions.timing.parts import DATA, Cell, cell_of
 from equipoise.extensions.timing.run_times import RunTimes, without_inner_parts
-from equipoise.interop.lightning.classes import is_a, takes_iterator
+from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import is_compiled
 from equipoise.trainer.data.prefetch import copy_batch
 from equipoise.trainer.hooks.hooks import state_key_of
@@ -72,7 +72,6 @@ class StepTimes(Callback):
         self.history: list[tuple[int, dict[str, float]]] = []
         self._clock: Clock | None = None
         self._host_work = HostWork(0)
-        self._pulls_batches = False
         self._is_by_hand = False
         self._validations = 0
         # Seconds of the run and of its cells at the end of the last epoch.
@@ -93,7 +92,6 @@ class StepTimes(Callback):
             device_times = DeviceTimes()
         self._clock = Clock(device_times, self.first_steps)
         self._host_work = HostWork(self.first_steps if _is_watched(trainer, pl_module) else 0)
-        self._pulls_batches = takes_iterator(pl_module, "training_step")
         self._is_by_hand = not pl_module.automatic_optimization
         self._validations = 0
         self._earlier = (0.0, {})
@@ -114,10 +112,7 @@ class StepTimes(Callback):
         cell = cell_of(action, checkpoints, in_validation=not trainer.training, by_hand=self._is_by_hand)
         if cell is None:
             return function
-        begins_step = cell.part == DATA
-        if self._pulls_batches:
-            begins_step = cell.part == STEP
-        if begins_step:
+        if cell.part == DATA:
             return clock.timed_and_counted(function, cell)
         return clock.timed(function, cell)
 
@@ -202,7 +197,7 @@ class StepTimes(Callback):
         earlier_seconds, earlier = since
         seconds = clock.elapsed() - earlier_seconds
         cells = {cell: total - earlier.get(cell, 0.0) for cell, total in clock.seconds().items()}
-        parts = without_inner_parts(cells, seconds, pulls_batches=self._pulls_batches, device=device)
+        parts = without_inner_parts(cells, seconds, device)
         return RunTimes(seconds, clock.measured_steps, clock.first_seconds, parts)
 
     def _conclude(self, trainer: Any, times: RunTimes | None) -> None:

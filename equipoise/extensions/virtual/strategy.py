@@ -17,7 +17,6 @@ from equipoise.extensions.virtual.parts.part_batches import Part, Parts, evaluat
 from equipoise.extensions.virtual.parts.part_modules import PartModules
 from equipoise.extensions.virtual.parts.part_shares import PartShares
 from equipoise.extensions.virtual.parts.part_steps import PartSteps
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.splitting import Splitter
@@ -226,12 +225,6 @@ class VirtualDevicesStrategy(ProcessStrategy):
         if self._threads_before is None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
-        pulling = [step for step in ("validation_step", "test_step") if takes_iterator(module, step)]
-        if pulling:
-            raise ConfigurationError(
-                f"{pulling[0]}(dataloader_iter) pulls batches by itself, but under strategy={self.name!r} processes log"
-                " the values of each batch together. Let it take a batch."
-            )
         if training and not getattr(module, "automatic_optimization", True):
             self._check_by_hand(module)
 

@@ -75,21 +75,15 @@ def is_overridden(name: str, value: Any) -> bool:
     return model_helpers.is_overridden(name, value)
 
 
-def takes_iterator(module: Any, step: str, *, alone: bool = False) -> bool:
-    """Return whether a step takes an argument `dataloader_iter`, from which the step itself pulls its batches.
+def takes_iterator(module: Any, step: str) -> bool:
+    """Return whether a step takes an argument `dataloader_iter`, from which the step itself would pull its batches.
 
     Args:
         module: A module.
         step: The name of the step, such as "training_step".
-        alone: Require that the step takes no other argument. Default: False.
     """
     method = getattr(module, step, None)
-    if not callable(method) or not is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
-        return False
-    if not alone:
-        return True
-    parameters = inspect.signature(method).parameters
-    return len(parameters) == 1
+    return callable(method) and is_param_in_hook_signature(method, "dataloader_iter", explicit=True)
 
 
 def with_index(step: Callable[..., Any]) -> Callable[..., Any]:

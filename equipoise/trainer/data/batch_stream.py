@@ -300,7 +300,9 @@ class BatchStream:
             del batch
 
     def _next(self, batches: Iterator[Any], read: int) -> Any:
-        return next(batches, NOTHING) if read < self.extent.limit else NOTHING
+        if read >= self.extent.limit:
+            return NOTHING
+        return next(batches, NOTHING)
 
     def _until_all_are_done(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
         """Yield the batches of this process, then `NO_BATCH` while other processes have batches left."""

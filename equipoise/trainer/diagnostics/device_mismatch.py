@@ -8,7 +8,6 @@ from torch import nn
 
 from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import is_out_of_memory
-from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.diagnostics.error_notes import add_notes
 from equipoise.tree import entries_of
 
@@ -24,7 +23,7 @@ def explain_device_mismatch(error: Exception, module: nn.Module, batch: Any) -> 
     Args:
         error: The error that torch has raised.
         module: The user's module.
-        batch: The batch of the step, or the iterator from which the step pulls it.
+        batch: The batch of the step.
 
     Raises:
         StepError: If tensors are on different devices. The message names the entries of the batch, the parameters and
@@ -32,8 +31,6 @@ def explain_device_mismatch(error: Exception, module: nn.Module, batch: Any) -> 
     """
     if is_out_of_memory(error):
         return
-    if isinstance(batch, DataLoaderIter):
-        batch = batch.batch
     # The user's `__repr__` or `__len__` may fail, but the user must see the error itself.
     with suppress(Exception):
         add_notes(error, module, batch)

@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from equipoise.interop.lightning.classes import takes_iterator
-from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.trainer.data.batch_stream import BatchStream
-from equipoise.trainer.data.dataloader_iter import DataLoaderIter
 from equipoise.trainer.evaluation.evaluation_step import EvaluationStep, evaluator
 from equipoise.trainer.runtime.signals import leave_evaluation
-from equipoise.trainer.state.progress import BatchProgress, Counts
+from equipoise.trainer.state.progress import BatchProgress
 
 if TYPE_CHECKING:
     from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["STAGES", "BatchSteps", "IteratorSteps", "run_steps"]
+__all__ = ["STAGES", "BatchSteps"]
 
 # Stages as in on_validation_start and predict_step.
 STAGES = {"val": "validation", "test": "test", "predict": "predict"}
@@ -122,48 +119,3 @@ class BatchSteps:
         after(output)
         if self.context.state.received_sigterm and not self.progress.is_last_batch:
             leave_evaluation(self.context)
-
-
-class IteratorSteps(BatchSteps):
-    """Steps that pull their batches themselves: `validation_step(self, dataloader_iter)` and the like.
-
-    As in training, the hooks before a step receive the batch that was pulled last, and those after it the last one
-    that it has pulled. Counters count steps. A step that asks for more batches than its loader has is not completed:
-    its StopIteration ends the loader. Lightning's prediction writers refuse such steps.
-    """
-
-    def run(self, after: Callable[[Any], None]) -> None:
-        """Run them, and call a function with the output of each, after its hooks."""
-        iterator = DataLoaderIter(self.batches, self.stream, Counts(), self.dataloader_idx)
-        progress = self.progress
-        counts = progress.current
-        while not iterator.done:
-            fetched = iterator.fetched
-            counts.make_ready()
-            progress.mark_last(False)
-            self.context.logs.begin_batch(iterator, self.log_index)
-            if self.batch_start is not None:
-                self.batch_start(iterator.batch, iterator.batch_idx, *self.loader_index)
-            counts.start()
-            try:
-                output = self.context.strategy.evaluate(self.step, (iterator,))
-            except StopIteration as error:
-                # The step did not return.
-                vars(self.context.module)[CURRENT_HOOK] = None
-                iterator.end_pass(self.name, error, fetched)
-                self.context.logs.end_batch()
-                progress.rewind()
-                progress.mark_last(self.final)
-                return
-            counts.process()
-            progress.mark_last(self.final and iterator.done)
-            self.end_batch(output, iterator.batch, (iterator.batch_idx, *self.loader_index), after)
-            # Its memory is free before the next step.
-            del output
-
-
-def run_steps(context: "RunContext", stage: str, *arguments: Any, after: Callable[[Any], None], **options: Any) -> None:
-    """Run the steps over one loader, in the way that the module's step requires; see `BatchSteps`."""
-    pulls_batches = takes_iterator(context.module, f"{STAGES[stage]}_step")
-    steps_class = IteratorSteps if pulls_batches else BatchSteps
-    steps_class(context, stage, *arguments, **options).run(after)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders
-from equipoise.trainer.evaluation.batch_steps import STAGES, run_steps
+from equipoise.trainer.evaluation.batch_steps import STAGES, BatchSteps
 from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
 from equipoise.trainer.logging.collection import Collection
 from equipoise.trainer.logging.results_table import print_results
@@ -211,11 +211,11 @@ class EvaluationLoop(SentState):
         logs = context.logs
         if self.state.sanity_checking:
             # It counts and logs nothing. Asking for the stage in each batch would take 2 µs.
-            run_steps(context, self.stage, stream, self.progress, index, count, after=_ignore)
+            BatchSteps(context, self.stage, stream, self.progress, index, count).run(_ignore)
             logs.end_batches(show=False)
             return {}
         after_batch = partial(self._after_batch, context, index)
-        run_steps(context, self.stage, stream, self.progress, index, count, after=after_batch)
+        BatchSteps(context, self.stage, stream, self.progress, index, count).run(after_batch)
         logs.end_batches(show=True)
         return logs.metrics()
 

@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from equipoise.errors import ConfigurationRuntimeError
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.parallel.step_protocols import PartialOutputs, StepResult
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
 
@@ -98,11 +97,7 @@ def check_dataloader_idx(module: nn.Module, word: str, *, several: bool) -> None
     Raises:
         ConfigurationRuntimeError: Naming the hook and the change of its signature.
     """
-    names = [f"on_{word}_batch_start", f"on_{word}_batch_end"]
-    # A step that pulls its batches receives the index with each of them.
-    if not takes_iterator(module, f"{word}_step"):
-        names.insert(0, f"{word}_step")
-    for name in names:
+    for name in (f"{word}_step", f"on_{word}_batch_start", f"on_{word}_batch_end"):
         method = getattr(module, name)
         owner = f"{type(module).__name__}.{name}"
         if several and not is_param_in_hook_signature(method, "dataloader_idx"):

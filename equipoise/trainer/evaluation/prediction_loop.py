@@ -13,7 +13,7 @@ from equipoise.interleave import interleave
 from equipoise.interop.lightning.classes import is_a
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.data.loaders import Loaders, Source
-from equipoise.trainer.evaluation.batch_steps import run_steps
+from equipoise.trainer.evaluation.batch_steps import BatchSteps
 from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
 from equipoise.trainer.state.progress import BatchProgress
 from equipoise.trainer.state.run_state import RunState
@@ -116,7 +116,7 @@ class PredictionLoop(SentState):
             if writers and stream.record_indices():
                 note_batch = partial(self._note_indices, stream.indices, self.epoch_batch_indices[index])
             after = partial(_keep, self._predictions[index] if keep_outputs else None)
-            run_steps(context, "predict", stream, self.progress, index, count, after=after, note_batch=note_batch)
+            BatchSteps(context, "predict", stream, self.progress, index, count, note_batch=note_batch).run(after)
         hooks.call("on_predict_epoch_end")
         # 3. Put the outputs of all processes together.
         results = self._gather_predictions(context)

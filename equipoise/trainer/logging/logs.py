@@ -181,11 +181,6 @@ class Logs:
             metric = value
         new_entry = Entry(hook, name, options, self.dataloader_idx, metric, arguments=tuple(arguments))
         entry = collection.register(new_entry)
-        # 3. A mean needs the size of the batch.
-        if entry.is_mean and batch_size is None and isinstance(self._batch, Iterator):
-            from equipoise.trainer.data.dataloader_iter import check_batch_size
-
-            check_batch_size(self._batch)
         self._entries[hook, name, self.dataloader_idx] = entry
         return entry
 

@@ -2,7 +2,7 @@
 
     run
       begin_epoch        the order is drawn, on_train_epoch_start
-      epoch              batches: `training_epoch.py`, or `iterator_epoch.py`
+      epoch              batches: `training_epoch.py`
         validate         between two batches
       end_epoch          on_train_epoch_end, schedulers, loggers
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.strategies.strategy import splitter_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.monitors import check_monitors
@@ -297,13 +296,7 @@ class FitLoop:
 
     def _run_epoch(self) -> None:
         assert self.loss_watch is not None
-        pulls_batches = takes_iterator(self.context.module, "training_step")
-        epoch_type = TrainingEpoch
-        if pulls_batches:
-            from equipoise.trainer.loops.iterator_epoch import IteratorEpoch
-
-            epoch_type = IteratorEpoch
-        epoch = epoch_type(
+        epoch = TrainingEpoch(
             self.context,
             self.fit,
             schedulers=self.schedulers,
@@ -474,12 +467,9 @@ class FitLoop:
     def _complete_batch(self, resumption: "Resumption") -> bool:
         """Do what follows the last batch, and return whether the epoch ends with it."""
         batch = self.fit.progress.batch.current
-        pulled = self.fit.progress.pulled.current
         index = batch.ready - 1
         ends = self.fit.batches_done()
-        # A step that asked for more batches than there are was left without an optimiser step.
-        step_was_left = pulled.ready > pulled.completed
-        last = not step_was_left and (ends or (index + 1) % self.state.accumulate_grad_batches == 0)
+        last = ends or (index + 1) % self.state.accumulate_grad_batches == 0
         # 1. The checkpoint was written after the batch.
         if resumption.batch_unfinished:
             resumption.end_batch(index)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
@@ -33,16 +32,12 @@ def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop"
     module = context.module
     data = fit.data
     names = {id(metric): name for name, metric in named_metrics(module).items()}
-    pulled = None
-    if takes_iterator(module, "training_step"):
-        pulled = fit.progress.pulled.state_dict()
     # What the validation has logged may be metrics of the module.
     validated = {names.get(id(entry.metric)) for entry in val_loop.collection.entries.values()} - {None}
     return {
         "random_state": random_state_of(data.flat),
         "epoch_random_state": data.epoch_random_state,
         "order_drawn": data.stream is not None,
-        "pulled": pulled,
         "skipped_steps": fit.progress.skipped_steps,
         "ahead": _storable_ahead(data.stream),
         "batch_end": _storable_batch_end(context),

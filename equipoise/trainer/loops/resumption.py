@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.checkpoint_hooks import finish_save
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.interop.metrics import load_metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.notices import rank_zero_warn
@@ -151,7 +150,7 @@ class Resumption:
         was_left = position is not None and position.get("batch_is_done", False)
         self.in_validation = between_batches and not was_left
         # 2. Set the counters to where training continues.
-        self._restore_counters(None if position is None else position.get("pulled"))
+        self._restore_counters()
         if position is not None:
             fit.load_position(position)
             val_loaders = position.get("val_loaders")
@@ -159,19 +158,14 @@ class Resumption:
                 val_loaders = position["before_validation"].get("val_loaders")
             val_loop.resume_loaders(val_loaders)
 
-    def _restore_counters(self, pulled: dict[str, Any] | None) -> None:
+    def _restore_counters(self) -> None:
         """Set the counters back to the last batch, or the last epoch, that was completed."""
         progress = self.fit.progress
         epoch = progress.epoch.current
-        if pulled is not None:
-            progress.pulled.load_state_dict(pulled)
         if not self.in_epoch and not self.at_epoch_end:
             epoch.set(epoch.completed)
         elif self.batch_again:
             progress.rewind()
-        # The loop reads one batch for each step.
-        if pulled is None:
-            progress.pulled.current.set(progress.batch.current.ready)
 
     def has_validated(self) -> bool:
         """Return True if the validation in one of whose hooks the checkpoint was written was at its end."""
@@ -216,7 +210,7 @@ class Resumption:
     def start_stream(self) -> None:
         """Continue the epoch's stream after the batches that were read, every generator as before its order."""
         data = self.fit.data
-        seen = self._batches_seen()
+        seen = self.fit.progress.batch.current.ready
         # 1. Every generator as before the order was drawn.
         if self.position is not None:
             workers = self.position.get("loaders", {}).get("workers", [])
@@ -227,19 +221,6 @@ class Resumption:
             data.resume_stream(self.loader_states, seen, self._batch_ahead())
         else:
             data.resume_stream(self.loader_states, None)
-
-    def _batches_seen(self) -> int:
-        progress = self.fit.progress
-        steps = progress.batch.current.ready
-        pulled = progress.pulled.current.ready
-        reads_each = not takes_iterator(self.context.module, "training_step")
-        if self.in_epoch and steps != pulled and reads_each:
-            raise ConfigurationError(
-                f"The checkpoint was written in the middle of an epoch, after {steps} steps of a"
-                f" `training_step(dataloader_iter)` that had pulled {pulled} batches; one that takes a batch cannot go"
-                " on there. Resume with a `training_step(dataloader_iter)`, or from a checkpoint of an epoch's end."
-            )
-        return pulled
 
     def _batch_ahead(self) -> Any:
         """Return the batch that had been read ahead; `NOTHING` if it is unknown, or is not the next one."""

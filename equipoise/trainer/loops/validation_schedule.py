@@ -12,7 +12,6 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from equipoise.interop.lightning.classes import takes_iterator
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.stopping import Stopping
 
@@ -30,8 +29,6 @@ class ValidationSchedule:
         self.strategy = context.strategy
         self.fit = fit
         self.stopping = stopping
-        # Such a step pulls several batches, so steps are fewer than batches.
-        self.pulls_batches = takes_iterator(context.module, "training_step")
 
     @property
     def follows_last_batch(self) -> bool:
@@ -44,14 +41,12 @@ class ValidationSchedule:
         """Return True if validation follows a batch."""
         every = self.fit.val_check_batch
         batch = self.fit.progress.batch
-        if self.fit.has_ended_early and not self.pulls_batches:
+        if self.fit.has_ended_early:
             # Whether an interval was over was examined after the last batch.
             return self.follows_last_batch
         # 1. The epoch's end.
-        if batch.is_last_batch:
-            validates_at_end = every is not None and math.isinf(every)
-            if self.pulls_batches or validates_at_end:
-                return True
+        if batch.is_last_batch and every is not None and math.isinf(every):
+            return True
         # 2. The end of training: early stopping needs the values of the present model.
         if self.state.should_stop and self.stopping.can_stop_early():
             return True

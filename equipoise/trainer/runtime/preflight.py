@@ -104,9 +104,12 @@ def check_run(context: "RunContext") -> None:
     for step in _ENTRIES[fn].steps:
         is_used = step != "validation_step" or fn != TrainerFn.FITTING or context.can_validate
         if is_used and takes_iterator(module, step):
-            from equipoise.trainer.runtime.iterator_preflight import check_iterator_step
-
-            check_iterator_step(context, step)
+            raise ConfigurationError(
+                f"`{type(module).__name__}.{step}(dataloader_iter)` would pull its batches by itself, so that the"
+                f" trainer could not divide, weigh and resume them. Write `{step}(self, batch, batch_idx)`. For several"
+                " batches in a step let the loader collate them into one, or set `accumulate_grad_batches`; to have"
+                " batches copied ahead, set `Trainer(prefetch=True)`."
+            )
 
     # 3. Its data.
     stage = _ENTRIES[fn].stage

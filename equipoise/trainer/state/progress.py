@@ -173,8 +173,7 @@ class FitProgress:
 
     Attributes:
         epoch: Epochs.
-        batch: Batches of the epoch; steps, where the training step pulls its batches by itself.
-        pulled: Batches that the training step has pulled by itself; not in the `fit_loop` entry, which is Lightning's.
+        batch: Batches of the epoch.
         optimizer_step: Optimiser steps in automatic optimisation.
         manual_step: Optimiser steps in manual optimisation, over all optimisers.
         zero_grad: Gradients set to zero, once per accumulation window.
@@ -188,7 +187,6 @@ class FitProgress:
     # Counters of batches and epochs.
     epoch: Progress = field(default_factory=Progress)
     batch: BatchProgress = field(default_factory=BatchProgress)
-    pulled: Progress = field(default_factory=Progress)
 
     # Counters of steps. A checkpoint of Lightning holds two or three of their counts.
     optimizer_step: Progress = field(default_factory=lambda: Progress(("ready", "completed")))
@@ -224,7 +222,7 @@ class FitProgress:
             progress.rewind()
 
     def _within_epoch(self) -> tuple[Progress, ...]:
-        return (self.batch, self.pulled, self.scheduler, self.optimizer_step, self.zero_grad)
+        return (self.batch, self.scheduler, self.optimizer_step, self.zero_grad)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `fit_loop` entry of a checkpoint, in Lightning's layout."""

@@ -136,7 +136,7 @@ def test_parts_are_those_of_the_device() -> None:
         Cell(parts.VALIDATION): 10.0,
     }
     device = {parts.DATA: 0.0, parts.FORWARD: 0.03, parts.BACKWARD: 0.06, parts.STEP: 0.0, parts.REST: 0.01}
-    found = without_inner_parts(cells, 20.0, pulls_batches=False, device=device)
+    found = without_inner_parts(cells, 20.0, device)
     assert found[parts.VALIDATION] == 10
     assert found[parts.DATA] == 0
     assert found[parts.FORWARD] == pytest.approx(3.0)

@@ -109,18 +109,6 @@ def test_steps_by_hand(clock: Clock) -> None:
     }
 
 
-def test_a_step_that_pulls_its_batches(clock: Clock) -> None:
-    class Pulling(Ticking):
-        def training_step(self, dataloader_iter: Any) -> Tensor:
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    times, _ = fit(Pulling(clock), loader(clock, 0.25))
-    parts = parts_of(times)
-    assert parts["waiting for data"] == 0.25 * (STEPS - FIRST)
-    assert parts["forward"] == 1.0 * (STEPS - FIRST)
-
-
 def test_parts_of_several_devices_are_one_part(clock: Clock) -> None:
     """The forward is that of all replicas."""
     times, _ = fit(Ticking(clock), loader(clock, batch_size=2, samples=2 * STEPS), strategy="dp", devices=2)

@@ -310,17 +310,9 @@ class Stream(IterableDataset[Any]):
         return iter([(torch.zeros(6), torch.zeros(1))] * 4)
 
 
-class Pulls(Noisy):
-    """Pulls its batches."""
-
-    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-        next(dataloader_iter)
-
-
 @pytest.mark.slow
 def test_evaluations_that_are_refused() -> None:
     refuses(lambda: run(Noisy, 2, val=[DataLoader(Stream(), batch_size=2)]), "evaluation to several processes")
-    refuses(lambda: run(Pulls, 1), "validation_step(dataloader_iter)")
 
 
 def test_own_shares_are_refused() -> None:

@@ -83,6 +83,11 @@ def test_not_a_lightning_module(model: Any, parts: list[str]) -> None:
 
 
 IN_TURN = ["`Module.training_step`", "`optimizer_idx`", "GAN", "self.automatic_optimization = False"]
+PULLS = [
+    "`Module.training_step(dataloader_iter)`",
+    "`training_step(self, batch, batch_idx)`",
+    "accumulate_grad_batches",
+]
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"training_epoch_end": nothing}, ["`Module.training_epoch_end`", "Lightning 1.x", "Use `on_train_epoch_end`"]),
     ({"validation_epoch_end": nothing}, ["Lightning 1.x", "Use `on_validation_epoch_end`"]),
@@ -91,8 +96,18 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"training_step": lambda self, batch, batch_idx, optimizer_idx=None: None}, IN_TURN),
     ({"training_step": lambda self, batch, batch_idx, other: None}, ["`Module.training_step`", "(self, batch, batch"]),
     ({"training_step": lambda self: None}, ["`Module.training_step`", "(self, batch, batch_idx)"]),
+    ({"training_step": lambda self, dataloader_iter: None}, PULLS),
+    ({"training_step": lambda self, dataloader_iter, batch_idx: None}, PULLS),
     ({"configure_callbacks": lambda self: [EarlyStopping]}, ["the class EarlyStopping", "EarlyStopping(...)"]),
 ]
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_evaluation_steps_that_pull_their_batches(entry: str) -> None:
+    step = "validation_step" if entry == "validate" else f"{entry}_step"
+    module = type("Module", (Small,), {step: lambda self, dataloader_iter: None})()
+    call = getattr(trainer(), entry)
+    refuses(lambda: call(module, loader()), f"`Module.{step}(dataloader_iter)`", f"`{step}(self, batch, batch_idx)`")
 
 
 @pytest.mark.parametrize(("methods", "parts"), WRONG)
