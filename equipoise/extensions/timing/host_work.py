@@ -84,7 +84,7 @@ class _Operations(DispatchMode):  # type: ignore[misc]
 def _is_of_torch(frame: FrameType | None) -> bool:
     """Return whether torch's Python code has called the mode, such as an optimiser that counts its steps."""
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        name: str = frame.f_globals.get("__name__", "")
         # Between a caller and the mode are frames of torch's own.
         if not name.startswith((__name__, "torch._")):
             return name.startswith("torch.")
