@@ -6,13 +6,7 @@ from functools import singledispatch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.common.device_loads import (
-    WHOLE_STEP,
-    Addition,
-    DeviceLoad,
-    PlannedLoads,
-    StepFacts,
-)
+from equipoise.extensions.common.device_loads import WHOLE_STEP, Addition, DeviceLoad, PlannedLoads, StepFacts
 from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.memory.records import Category
 from equipoise.parallel.batches.shares import even_sizes, first_device_sizes, sizes_by_shares
