@@ -221,7 +221,7 @@ def test_imports_point_down(typing: bool) -> None:
 
 
 def test_no_part_of_a_run_names_the_trainer() -> None:
-    """The parts share the state and the context of a run, so each can be read and tested without the trainer."""
+    """The parts share the state of a run, so each can be read and tested without the trainer."""
     trainer = PACKAGE / "trainer" / "trainer.py"
     naming = {relative(path) for path in FILES if trainer in imported_files(path, typing=True)}
     assert naming <= NAMING_THE_TRAINER

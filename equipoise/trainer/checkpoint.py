@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 
 from equipoise.errors import CheckpointError
@@ -20,14 +20,14 @@ from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.agreements import agree_to_save, in_main
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
-from equipoise.trainer.hooks.hooks import overrides, state_key_of
+from equipoise.trainer.hooks.hooks import Hooks, overrides, state_key_of
 from equipoise.trainer.logging.csv_rows import rows_written
-from equipoise.trainer.loops.position import position_of
-from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.progress import Progress
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
@@ -40,7 +40,7 @@ _MONITORS = (Checkpoint, EarlyStopping)
 
 def save_checkpoint(
     parts: TrainerParts,
-    context: RunContext,
+    hooks: Hooks,
     path: str | os.PathLike[str],
     weights_only: bool | None,
     storage_options: Any,
@@ -49,25 +49,25 @@ def save_checkpoint(
 
     Args:
         parts: The objects of the trainer.
-        context: The present run, or the last one.
+        hooks: The hooks of the present run, or the last one.
         path: The file or folder.
         weights_only: Leave out everything but the weights and the counters. None: in files of weights.
         storage_options: For the user's CheckpointIO, if there is one.
     """
-    state = context.state
+    state = parts.state
     weight_format = format_of(path, state.checkpoint_io)
     if weight_format is not None and weights_only is False:
         raise CheckpointError(
             f"{os.fspath(path)!r} can hold weights alone: pass weights_only=True, or name it '.ckpt'."
         )
-    processes = context.strategy.processes
+    processes = parts.strategy.processes
     if parts.fit_loop.fit.is_uneven:
         agree_to_save(processes)
     if parts.fit_loop.replica_check is not None:
-        parts.fit_loop.replica_check.compare(context.global_step)
+        parts.fit_loop.replica_check.compare(parts.global_step)
     folders = None
     if weight_format is None:
-        folders = context.strategy.portable.folders
+        folders = parts.strategy.portable.folders
     leaves_out = weight_format is not None or bool(weights_only)
 
     def pack() -> bytes:
@@ -88,7 +88,7 @@ def save_checkpoint(
     with state.profiler.profile("save_checkpoint"):
         # Every process takes part, since each has a share of the state.
         with nullcontext() if folders is None else folders.collecting():
-            checkpoint = dump_checkpoint(parts, context, weights_only=leaves_out, path=os.fspath(path))
+            checkpoint = dump_checkpoint(parts, hooks, weights_only=leaves_out, path=os.fspath(path))
         if folders is None:
             in_main(write, processes)
         else:
@@ -109,29 +109,29 @@ def _check_placeholders(checkpoint: dict[str, Any], path: str | os.PathLike[str]
 
 
 def dump_checkpoint(
-    parts: TrainerParts, context: RunContext, *, weights_only: bool = False, path: str | None = None
+    parts: TrainerParts, hooks: Hooks, *, weights_only: bool = False, path: str | None = None
 ) -> dict[str, Any]:
     """Return everything that a run needs to continue.
 
     Args:
         parts: The objects of the trainer.
-        context: The run.
+        hooks: The hooks of the run.
         weights_only: Leave out callbacks, optimisers, schedulers and the state of the precision. Default: False.
         path: The file to which it will be written, by which the callback that writes it is found.
     """
-    state = context.state
-    strategy = context.strategy
-    hooks = context.hooks
+    state = parts.state
+    strategy = parts.strategy
+    module = hooks.module
 
     # 1. Counters and weights.
     strategy.portable.prepare()
     checkpoint: dict[str, Any] = {
         "epoch": state.current_epoch,
-        "global_step": context.global_step,
+        "global_step": parts.global_step,
         "pytorch-lightning_version": lightning.pytorch.__version__,
-        "state_dict": _weights(context),
+        "state_dict": _weights(state.callbacks, module, strategy),
         "loops": _loop_states(parts),
-        **strategy.portable.further_entries(context.module),
+        **strategy.portable.further_entries(module),
     }
 
     # 2. The state of the training.
@@ -143,18 +143,21 @@ def dump_checkpoint(
             strategy.portable.optimizer_state(optimizer) for optimizer in state.optimizers
         ]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in state.lr_scheduler_configs]
-        precision_state = context.precision.state_dict()
+        precision_state = parts.precision.state_dict()
         if precision_state:
-            checkpoint[context.precision.checkpoint_key] = precision_state
+            checkpoint[parts.precision.checkpoint_key] = precision_state
         if state.fitting:
-            checkpoint[OUR_KEY].update(_exact_position(parts, context, path))
+            checkpoint[OUR_KEY].update(_exact_position(parts, module, path))
 
     # 3. Hyperparameters and data module.
-    _dump_hyperparameters(context, checkpoint)
-    if context.datamodule is not None:
+    unplaced = parts.fit_loop.fit.unplaced
+    for owner in (module, hooks.datamodule):
+        if owner is not None and owner.hparams:
+            _dump_hyperparameters(owner, strategy, unplaced if owner is module else None, checkpoint)
+    if hooks.datamodule is not None:
         datamodule_state = hooks.call_datamodule("state_dict")
         if datamodule_state:
-            checkpoint[type(context.datamodule).__qualname__] = datamodule_state
+            checkpoint[type(hooks.datamodule).__qualname__] = datamodule_state
 
     # 4. Additions of the user.
     if not weights_only:
@@ -163,15 +166,14 @@ def dump_checkpoint(
     return checkpoint
 
 
-def _weights(context: RunContext) -> dict[str, Any]:
-    portable = context.strategy.portable
-    callbacks = context.state.callbacks
+def _weights(callbacks: Iterable[Callback], module: LightningModule, strategy: Strategy) -> dict[str, Any]:
+    portable = strategy.portable
     if not any(getattr(callback, "left_out_of_checkpoints", ()) for callback in callbacks):
-        return portable.module_state(context.module)
+        return portable.module_state(module)
     from equipoise.trainer.checkpointing.module.left_out import leaving_out, names_left_out
 
-    with leaving_out(context.module, names_left_out(callbacks)):
-        return portable.module_state(context.module)
+    with leaving_out(module, names_left_out(callbacks)):
+        return portable.module_state(module)
 
 
 def _loop_states(parts: TrainerParts) -> dict[str, Any]:
@@ -199,26 +201,26 @@ def _callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     return states
 
 
-def _exact_position(parts: TrainerParts, context: RunContext, path: str | None) -> dict[str, Any]:
+def _exact_position(parts: TrainerParts, module: LightningModule, path: str | None) -> dict[str, Any]:
     """Return what exact resumption needs beside Lightning's entries."""
-    state = context.state
-    processes = context.strategy.processes
+    state = parts.state
+    processes = parts.strategy.processes
     fit = parts.fit_loop.fit
-    position = position_of(context, fit, parts.fit_loop.val_loop)
+    position = parts.fit_loop.position.now()
     entry: dict[str, Any] = {
         "position": position,
         "steps": fit.data.steps.state_dict(),
-        "strategy": context.strategy.portable.strategy_state(),
-        "switches": fit.switches.turned_in(context.module),
+        "strategy": parts.strategy.portable.strategy_state(),
+        "switches": fit.switches.turned_in(module),
     }
     if fit.left is not None:
         entry["left"] = fit.left
 
     # The callback that writes this file continues after the write.
     writer = _writer(state, path)
-    hook = vars(context.module)[CURRENT_HOOK]
+    hook = vars(module)[CURRENT_HOOK]
     entry["checkpoint_callbacks"] = saving_states(
-        state.callbacks, writer, path, context.global_step, hook, fit.kept_files
+        state.callbacks, writer, path, parts.global_step, hook, fit.kept_files
     )
     fit.note_files(kept_files(state.callbacks))
     entry["written_in"] = None
@@ -244,28 +246,32 @@ def _writer(state: RunState, path: str | None) -> ModelCheckpoint | None:
     return None
 
 
-def _dump_hyperparameters(context: RunContext, checkpoint: dict[str, Any]) -> None:
-    """Add the hyperparameters as they are, under the keys by which `load_from_checkpoint` finds them."""
-    for owner in (context.module, context.datamodule):
-        if owner is None or not owner.hparams:
-            continue
-        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = hyperparameters_name(owner)
-        if isinstance(owner.hparams, dict):
-            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = _plain_hyperparameters(context, owner, checkpoint)
-        else:
-            # A container of OmegaConf.
-            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
-            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
+def _dump_hyperparameters(
+    owner: Any, strategy: Strategy, unplaced: UnplacedHyperparameters | None, checkpoint: dict[str, Any]
+) -> None:
+    """Add hyperparameters as they are, under the keys by which `load_from_checkpoint` finds them."""
+    checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = hyperparameters_name(owner)
+    if isinstance(owner.hparams, dict):
+        hyperparameters = _plain_hyperparameters(dict(owner.hparams), strategy, unplaced, checkpoint)
+        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters
+    else:
+        # A container of OmegaConf.
+        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
+        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
 
 
-def _plain_hyperparameters(context: RunContext, owner: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _plain_hyperparameters(
+    hyperparameters: dict[str, Any],
+    strategy: Strategy,
+    unplaced: UnplacedHyperparameters | None,
+    checkpoint: dict[str, Any],
+) -> dict[str, Any]:
     """Return hyperparameters as they were before the module was placed; a folder of shards leaves out networks."""
-    hyperparameters = dict(owner.hparams)
-    if owner is not context.module or context.unplaced is None or not context.unplaced.networks:
+    if unplaced is None or not unplaced.networks:
         return hyperparameters
-    if context.strategy.portable.folders is None:
-        return {**hyperparameters, **context.unplaced.filled(checkpoint["state_dict"])}
-    networks = context.unplaced.networks
+    if strategy.portable.folders is None:
+        return {**hyperparameters, **unplaced.filled(checkpoint["state_dict"])}
+    networks = unplaced.networks
     rank_zero_warn(
         f"The hyperparameters {sorted(networks)} are networks, which a sharded checkpoint leaves out: their weights are"
         " in its shards. Pass them to `load_from_checkpoint`, or choose FSDPStrategy(checkpoints='full')."

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -24,24 +24,27 @@ from equipoise.interop.lightning.loggers import log_hyperparams
 from equipoise.interop.lightning.modules import as_configured, forget_run
 from equipoise.interop.lightning.self_log import unbind_log
 from equipoise.interop.versions import warn_of_untested_versions
+from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.device_work import empty_cache, on_device
 from equipoise.parallel.snapshot import random_state
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.single_device import SingleDeviceStrategy
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
 from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
 from equipoise.trainer.diagnostics.monitors import check_monitors_of_validation
 from equipoise.trainer.diagnostics.run_notes import add_run_notes
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.csv_rows import continue_files
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
-from equipoise.trainer.preparation import make_context, prepare, set_up
+from equipoise.trainer.preparation import begin_run, prepare, set_up
 from equipoise.trainer.runtime import slurm
 from equipoise.trainer.runtime.preflight import placing, refuse_lost_reports
 from equipoise.trainer.runtime.request import Request
-from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.runtime.run_data import RunData
 from equipoise.trainer.runtime.signals import signals_noted, uninterrupted
 from equipoise.trainer.settings.callbacks import refuse_finders
 from equipoise.trainer.surface.parts import TrainerParts
@@ -88,7 +91,7 @@ def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
     carry_out = partial(_carry_out, parts, request, collect_results)
     results = _launch(parts, request, carry_out, shared)
     if results.process != this_process():
-        parts.begin_run(make_context(parts, request))
+        begin_run(parts, request)
     return apply_results(parts, shared, results)
 
 
@@ -106,7 +109,7 @@ def _note_failed_launch(parts: TrainerParts, request: Request) -> None:
     if state.status.stage is None:
         return
     # The program may ask for the module, or save it, as after a run in this process.
-    parts.begin_run(make_context(parts, request))
+    begin_run(parts, request)
     state.interrupt()
     state.leave()
     for logger in state.loggers:
@@ -123,289 +126,305 @@ def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], A
         request: The arguments of the entry point.
         collect: Turns what the loop has returned into what the process returns. Default: None, it is the same.
     """
+    run = _Run(parts, request)
     with on_device(parts.strategy.root_device):
         try:
-            result = _run(parts, request)
+            result = run.carry_out()
             return result if collect is None else collect(result)
         except BaseException as error:
             with uninterrupted():
                 add_run_notes(error)
-                _release_after(parts, request, error)
+                run.release_after(error)
             raise
 
 
-def _run(parts: TrainerParts, request: Request) -> Any:
-    state = parts.state
+class _Run:
+    """A run in this process. Its methods are its stages, and hand to each room what that room uses."""
 
-    # 1. Connect module, data and callbacks, and read the checkpoint.
-    context = prepare(parts, request)
-    path = slurm.interrupted_checkpoint(state)
-    if path is None:
-        path = select_checkpoint(context, request.ckpt_path, module_given=request.module_given)
-    state.note_checkpoint(path)
-    checkpoint: dict[str, Any] | None = None
-    if path is not None:
-        checkpoint = _read_checkpoint(context, request, path)
-        # Before the user's code asks how many steps there are.
+    # Made by the first stage.
+    hooks: Hooks
+    data: RunData
+
+    def __init__(self, parts: TrainerParts, request: Request) -> None:
+        self.parts = parts
+        self.request = request
+        self.state = parts.state
+        self.module = request.module
+        self.strategy = parts.strategy
+        self.precision = parts.precision
+        self.logs = parts.logs
+        self.fit_loop = parts.fit_loop
+
+    def carry_out(self) -> Any:
+        """Carry out all stages, and return what the loop has returned."""
+        state = self.state
+        request = self.request
+
+        # 1. Connect module, data and callbacks, and read the checkpoint.
+        self.hooks, self.data = prepare(self.parts, request)
+        path = slurm.interrupted_checkpoint(state)
+        if path is None:
+            trainer = self.parts.trainer
+            path = select_checkpoint(state, trainer, request.ckpt_path, module_given=request.module_given)
+        state.note_checkpoint(path)
+        checkpoint: dict[str, Any] | None = None
+        if path is not None:
+            checkpoint = self._read_checkpoint(path)
+            # Before the user's code asks how many steps there are.
+            if request.fitting:
+                self.fit_loop.fit.data.keep_steps(RunSteps.from_checkpoint(checkpoint.get(OUR_KEY, {})))
+
+        # 2. The user's setup, and the module's weights.
+        # A subclass of the Trainer may override the property.
+        log_dir = self.parts.trainer.log_dir
+        set_up(state, self.module, self.strategy, self.hooks, self.precision, log_dir)
+        if checkpoint is not None:
+            from equipoise.trainer.restoration import restore_modules_and_callbacks
+
+            # The precision comes first, since float64 must not pass through float32.
+            self.precision.convert_module(self.module)
+            restore_modules_and_callbacks(state, self.module, self.strategy, self.hooks, checkpoint)
+            if not request.fitting:
+                output = self.parts.logger_output
+                output.evaluate_checkpoint(checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
+        self.logs.reset_metrics()
+
+        # 3. The module on its devices, and its optimisers.
+        self._place()
+        if self.strategy.portable.is_sharded:
+            self._continue_in_shards(checkpoint)
         if request.fitting:
-            parts.fit_loop.fit.data.keep_steps(RunSteps.from_checkpoint(checkpoint.get(OUR_KEY, {})))
+            self._configure_optimizers()
+            self.fit_loop.hook_state.begin_hooks()
+            self.hooks.call("on_fit_start")
+        if state.enable_autolog_hparams:
+            log_hyperparams(self.parts.trainer)
 
-    # 2. The user's setup, and the module's weights.
-    set_up(parts, context)
-    if checkpoint is not None:
-        from equipoise.trainer.restoration import restore_modules_and_callbacks
+        # 4. The rest of the checkpoint, whose memory the run does not need.
+        if checkpoint is not None:
+            from equipoise.trainer.restoration import restore_training_state
 
-        # The precision comes first, since float64 must not pass through float32.
-        context.precision.convert_module(context.module)
-        restore_modules_and_callbacks(context, checkpoint)
-        if not request.fitting:
-            context.logger_output.evaluate_checkpoint(checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
-    context.logs.reset_metrics()
+            restored = restore_training_state(self.parts, self.module, checkpoint, path)
+            rank_zero_info(f"{restored} from the checkpoint at {path}")
+        checkpoint = None
+        self.strategy.processes.barrier("resume_end")
 
-    # 3. The module on its devices, and its optimisers.
-    _place(context)
-    if context.strategy.portable.is_sharded:
-        _continue_in_shards(context, checkpoint)
-    if request.fitting:
-        _configure_optimizers(context)
-        parts.fit_loop.hook_state.begin_hooks()
-        context.hooks.call("on_fit_start")
-    if state.enable_autolog_hparams:
-        log_hyperparams(parts.trainer)
+        # 5. The loop.
+        with signals_noted(state, self.strategy.processes):
+            results = self._run_stage()
+        _unite_random_numbers(self.strategy.processes)
+        slurm.forget_checkpoint(state, is_main=self.strategy.processes.is_main)
+        self._tear_down()
+        return results
 
-    # 4. The rest of the checkpoint, whose memory the run does not need.
-    if checkpoint is not None:
-        from equipoise.trainer.restoration import restore_training_state
+    # Before the loop
 
-        restored = restore_training_state(parts, context, checkpoint, path)
-        rank_zero_info(f"{restored} from the checkpoint at {path}")
-    checkpoint = None
-    context.strategy.processes.barrier("resume_end")
+    def _read_checkpoint(self, path: Any) -> dict[str, Any]:
+        from equipoise.trainer.checkpointing.reading import load_checkpoint
 
-    # 5. The loop.
-    with signals_noted(context):
-        results = _run_stage(parts, context)
-    _unite_random_numbers(context)
-    slurm.forget_checkpoint(state, is_main=context.strategy.processes.is_main)
-    _tear_down(parts, context)
-    return results
+        state = self.state
+        fitting = self.request.fitting
+        checkpoint = load_checkpoint(
+            path,
+            state.checkpoint_io,
+            weights_only=self.request.weights_only,
+            fitting=fitting,
+            keep_shards=self.strategy.portable.is_sharded,
+        )
+        if fitting and self.strategy.processes.is_main:
+            continue_files(state.loggers, checkpoint)
+        return checkpoint
+
+    def _place(self) -> None:
+        state = self.state
+        module = self.module
+        changes_layers = state.activation_checkpointing or not isinstance(self.strategy, SingleDeviceStrategy)
+        if changes_layers and state.fitting:
+            self.fit_loop.fit.unplaced = UnplacedHyperparameters(module, hyperparameters_of(module))
+        if state.activation_checkpointing and state.fitting:
+            from equipoise.parallel.activation_checkpointing import checkpoint_activations
+
+            checkpoint_activations(module, state.activation_checkpointing)
+        with placing(module):
+            self.strategy.setup(module, self.precision)
+        if state.sync_batchnorm:
+            self.strategy.share_batch_statistics(module)
+
+    def _continue_in_shards(self, checkpoint: dict[str, Any] | None) -> None:
+        """Set up the callbacks that copy weights, and load the checkpoint, both of which waited for the shards."""
+        with as_configured(self.module):
+            self.hooks.call_callbacks("setup", stage=self.state.status.fn, copying=True)
+        if checkpoint is not None:
+            from equipoise.trainer.restoration import restore_in_shards
+
+            restore_in_shards(self.state, self.module, self.strategy, self.hooks, checkpoint)
+
+    def _configure_optimizers(self) -> None:
+        state = self.state
+        configured = self.hooks.call_module("configure_optimizers")
+        optimizers, configs = parse_optimizers(configured, self.module)
+        if state.fuses_optimizers:
+            fuse_optimizers(optimizers, self.module)
+        state.set_optimizers(optimizers, configs)
+        for extension in step_extensions(state):
+            extension.check_optimizer(self.fit_loop.training_steps.stepped_optimizer())
+        self.strategy.portable.connect_optimizers(optimizers)
+
+    # The loop
+
+    def _run_stage(self) -> Any:
+        state = self.state
+        self.strategy.processes.barrier("run-stage")
+        _separate_random_numbers(self.strategy)
+        self.module.zero_grad()
+        torch.set_grad_enabled(True)
+        if state.fitting:
+            with random_state.isolated():
+                self._check_sanity()
+            with torch.autograd.set_detect_anomaly(state.detect_anomaly):
+                self.logs.enter(self.fit_loop.fit.collection)
+                self.fit_loop.run()
+            return None
+        if state.status.fn == TrainerFn.PREDICTING:
+            self.logs.enter(None)
+            return self.parts.predict_loop.run()
+        assert state.status.fn is not None
+        loop = self.parts.evaluations[state.status.fn.value]
+        self.logs.enter(loop.collection)
+        return loop.run()
+
+    def _check_sanity(self) -> None:
+        """Run a few validation batches, so that a mistake in them shows before hours of training."""
+        # 1. A run that continues has passed the check.
+        state = self.state
+        logs = self.logs
+        resumption = self.fit_loop.resumption
+        is_continued = resumption is not None and (resumption.in_epoch or state.max_steps != -1)
+        if not self.fit_loop.is_validation_enabled() or state.num_sanity_val_steps == 0 or is_continued:
+            return
+
+        # 2. The validation, of which nothing is logged.
+        loop = self.fit_loop.val_loop
+        state.sanity_checking = True
+        logs.enter(loop.collection)
+        logs.reset()
+        logs.reset_metrics()
+        self.hooks.call_callbacks("on_sanity_check_start")
+        loop.run()
+        self.hooks.call_callbacks("on_sanity_check_end")
+        check_monitors_of_validation(state, self.module, self.strategy.processes, logs, loop.collection.names())
+
+        # 3. Values and counters begin anew.
+        logs.reset()
+        logs.reset_metrics()
+        loop.progress.begin()
+        loop.progress.forget_total()
+        state.training = True
+
+    # After the loop
+
+    def _tear_down(self) -> None:
+        state = self.state
+        hooks = self.hooks
+        fn = state.status.fn
+        self._release(None)
+        if state.fitting:
+            hooks.call("on_fit_end")
+        hooks.call_datamodule("teardown", stage=fn)
+        hooks.call_callbacks("teardown", stage=fn)
+        hooks.call_module("teardown", stage=fn)
+        unbind_log(self.module, state.callbacks)
+        forget_run(self.module)
+        for logger in state.loggers:
+            logger.finalize("success")
+        state.profiler.describe()
+        state.finish()
+
+    def release_after(self, error: BaseException) -> None:
+        """End a run that failed: report the error to callbacks and loggers, then release all, even if one fails."""
+        state = self.state
+        module = self.module
+        state.interrupt()
+        self.strategy.processes.mark_failed()
+        if isinstance(error, KeyboardInterrupt):
+            rank_zero_info("Interrupted by the keyboard: shutting down.")
+        try:
+            for callback in state.callbacks:
+                self._report_to(callback, error)
+            if self.request.datamodule is not None:
+                self.request.datamodule.on_exception(error)
+            for logger in state.loggers:
+                logger.finalize("failed")
+        finally:
+            unbind_log(module, state.callbacks)
+            forget_run(module)
+            try:
+                self._release(error)
+            except Exception as another:
+                # The user must see the first cause.
+                error.add_note(f"Releasing failed as well: {type(another).__name__}: {another}")
+            state.leave()
+
+    def _report_to(self, callback: Callback, error: BaseException) -> None:
+        """Call a callback's hook for errors. If it cannot write a checkpoint any more, the first error says so."""
+        try:
+            callback.on_exception(self.parts.trainer, self.module, error)
+        except CheckpointError as another:
+            error.add_note(f"{type(callback).__name__} could not save: {another}")
+
+    def _release(self, error: BaseException | None) -> None:
+        """Release workers, devices and whatever else a run holds, even if releasing one of them fails."""
+        state = self.state
+        # The last one is called first, and all of them even if one fails.
+        with ExitStack() as releasing:
+            # Other programs may use the memory; a later run allocates again what it needs.
+            releasing.callback(empty_cache, self.strategy.devices)
+            for optimizer in state.optimizers:
+                releasing.callback(move_state, optimizer, torch.device("cpu"))
+            if state.activation_checkpointing:
+                from equipoise.parallel.activation_checkpointing import keep_activations
+
+                releasing.callback(keep_activations, self.module)
+            releasing.callback(self.strategy.teardown, error)
+            # A plugin that writes in the background comes to its end.
+            if state.checkpoint_io is not None:
+                releasing.callback(state.checkpoint_io.teardown)
+            releasing.callback(self.logs.close, failed=error is not None)
+            for loop in (self.fit_loop.val_loop, *self.parts.evaluations.values()):
+                releasing.callback(loop.release)
+            releasing.callback(self.parts.predict_loop.release)
+            releasing.callback(self.fit_loop.release)
 
 
-# Before the loop
+# Random numbers
 
 
-def _read_checkpoint(context: RunContext, request: Request, path: Any) -> dict[str, Any]:
-    from equipoise.trainer.checkpointing.reading import load_checkpoint
-
-    state = context.state
-    checkpoint = load_checkpoint(
-        path,
-        state.checkpoint_io,
-        weights_only=request.weights_only,
-        fitting=request.fitting,
-        keep_shards=context.strategy.portable.is_sharded,
-    )
-    if request.fitting and context.strategy.processes.is_main:
-        continue_files(state.loggers, checkpoint)
-    return checkpoint
-
-
-def _place(context: RunContext) -> None:
-    state = context.state
-    changes_layers = state.activation_checkpointing or not isinstance(context.strategy, SingleDeviceStrategy)
-    if changes_layers and state.fitting:
-        context.unplaced = UnplacedHyperparameters(context.module, hyperparameters_of(context.module))
-    if state.activation_checkpointing and state.fitting:
-        from equipoise.parallel.activation_checkpointing import checkpoint_activations
-
-        checkpoint_activations(context.module, state.activation_checkpointing)
-    with placing(context.module):
-        context.strategy.setup(context.module, context.precision)
-    if state.sync_batchnorm:
-        context.strategy.share_batch_statistics(context.module)
-
-
-def _continue_in_shards(context: RunContext, checkpoint: dict[str, Any] | None) -> None:
-    """Set up the callbacks that copy weights, and load the checkpoint, both of which waited for the shards."""
-    with as_configured(context.module):
-        context.hooks.call_callbacks("setup", stage=context.state.status.fn, copying=True)
-    if checkpoint is not None:
-        from equipoise.trainer.restoration import restore_in_shards
-
-        restore_in_shards(context, checkpoint)
-
-
-def _configure_optimizers(context: RunContext) -> None:
-    state = context.state
-    configured = context.hooks.call_module("configure_optimizers")
-    optimizers, configs = parse_optimizers(configured, context.module)
-    if state.fuses_optimizers:
-        fuse_optimizers(optimizers, context.module)
-    state.set_optimizers(optimizers, configs)
-    for extension in step_extensions(state):
-        extension.check_optimizer(context.stepped_optimizer())
-    context.strategy.portable.connect_optimizers(optimizers)
-
-
-# The loop
-
-
-def _run_stage(parts: TrainerParts, context: RunContext) -> Any:
-    state = context.state
-    context.strategy.processes.barrier("run-stage")
-    _separate_random_numbers(context)
-    context.module.zero_grad()
-    torch.set_grad_enabled(True)
-    if state.fitting:
-        with random_state.isolated():
-            _check_sanity(parts, context)
-        with torch.autograd.set_detect_anomaly(state.detect_anomaly):
-            context.logs.enter(parts.fit_loop.fit.collection)
-            parts.fit_loop.run(context)
-        return None
-    if state.status.fn == TrainerFn.PREDICTING:
-        context.logs.enter(None)
-        return parts.predict_loop.run(context)
-    assert state.status.fn is not None
-    loop = parts.evaluations[state.status.fn.value]
-    context.logs.enter(loop.collection)
-    return loop.run(context)
-
-
-def _separate_random_numbers(context: RunContext) -> None:
+def _separate_random_numbers(strategy: Strategy) -> None:
     """Let each process, and each device of this process, draw other random numbers for its samples.
 
     Rank 0 and its first device continue as one process does.
     """
-    processes = context.strategy.processes
+    processes = strategy.processes
     if processes.processes_per_batch > 1:
         # Those that compute one batch together draw the same numbers for it.
         _share_random_numbers(processes)
     rank = processes.data.rank
-    if context.strategy.processes.has_one_state:
-        _unite_random_numbers(context)
+    if processes.has_one_state:
+        _unite_random_numbers(processes)
     elif rank:
         random_state.fork(rank)
-    devices = {device: None for device in context.strategy.devices if device.type == "cuda"}
+    devices = {device: None for device in strategy.devices if device.type == "cuda"}
     for number, device in enumerate(devices):
         if number:
             random_state.fork_device(device, number)
 
 
-def _unite_random_numbers(context: RunContext) -> None:
+def _unite_random_numbers(processes: Processes) -> None:
     """Let a program that runs in several processes continue with the same random numbers in all of them."""
-    processes = context.strategy.processes
     if processes.world_size > 1 and not processes.spawns:
         _share_random_numbers(processes)
 
 
-def _share_random_numbers(processes: Any) -> None:
+def _share_random_numbers(processes: Processes) -> None:
     state = processes.broadcast(random_state.capture_host().state_dict())
     random_state.RandomState.from_state_dict(state).restore()
-
-
-def _check_sanity(parts: TrainerParts, context: RunContext) -> None:
-    """Run a few validation batches, so that a mistake in them shows before hours of training."""
-    # 1. A run that continues has passed the check.
-    state = context.state
-    resumption = parts.fit_loop.resumption
-    is_continued = resumption is not None and (resumption.in_epoch or state.max_steps != -1)
-    if not context.enable_validation or state.num_sanity_val_steps == 0 or is_continued:
-        return
-
-    # 2. The validation, of which nothing is logged.
-    loop = parts.fit_loop.val_loop
-    state.sanity_checking = True
-    context.logs.enter(loop.collection)
-    context.logs.reset()
-    context.logs.reset_metrics()
-    context.hooks.call_callbacks("on_sanity_check_start")
-    loop.run(context)
-    context.hooks.call_callbacks("on_sanity_check_end")
-    check_monitors_of_validation(context, loop.collection.names())
-
-    # 3. Values and counters begin anew.
-    context.logs.reset()
-    context.logs.reset_metrics()
-    loop.progress.begin()
-    loop.progress.forget_total()
-    state.training = True
-
-
-# After the loop
-
-
-def _tear_down(parts: TrainerParts, context: RunContext) -> None:
-    state = context.state
-    hooks = context.hooks
-    fn = state.status.fn
-    _release(parts, context.module, None)
-    if state.fitting:
-        hooks.call("on_fit_end")
-    hooks.call_datamodule("teardown", stage=fn)
-    hooks.call_callbacks("teardown", stage=fn)
-    hooks.call_module("teardown", stage=fn)
-    unbind_log(context.module, state.callbacks)
-    forget_run(context.module)
-    for logger in state.loggers:
-        logger.finalize("success")
-    state.profiler.describe()
-    state.finish()
-
-
-def _release_after(parts: TrainerParts, request: Request, error: BaseException) -> None:
-    """End a run that failed: report the error to callbacks and loggers, then release everything, even if one fails."""
-    state = parts.state
-    module = request.module
-    state.interrupt()
-    parts.strategy.processes.mark_failed()
-    if isinstance(error, KeyboardInterrupt):
-        rank_zero_info("Interrupted by the keyboard: shutting down.")
-    try:
-        for callback in state.callbacks:
-            _report_to(callback, parts, module, error)
-        if request.datamodule is not None:
-            request.datamodule.on_exception(error)
-        for logger in state.loggers:
-            logger.finalize("failed")
-    finally:
-        unbind_log(module, state.callbacks)
-        forget_run(module)
-        try:
-            _release(parts, module, error)
-        except Exception as another:
-            # The user must see the first cause.
-            error.add_note(f"Releasing failed as well: {type(another).__name__}: {another}")
-        state.leave()
-
-
-def _report_to(callback: Callback, parts: TrainerParts, module: LightningModule, error: BaseException) -> None:
-    """Call a callback's hook for errors. If it cannot write a checkpoint any more, the first error says so."""
-    try:
-        callback.on_exception(parts.trainer, module, error)
-    except CheckpointError as another:
-        error.add_note(f"{type(callback).__name__} could not save: {another}")
-
-
-def _release(parts: TrainerParts, module: LightningModule, error: BaseException | None) -> None:
-    """Release workers, devices and whatever else a run holds, even if releasing one of them fails."""
-    state = parts.state
-    # The last one is called first, and all of them even if one fails.
-    with ExitStack() as releasing:
-        # Other programs may use the memory; a later run allocates again what it needs.
-        releasing.callback(empty_cache, parts.strategy.devices)
-        for optimizer in state.optimizers:
-            releasing.callback(move_state, optimizer, torch.device("cpu"))
-        if state.activation_checkpointing:
-            from equipoise.parallel.activation_checkpointing import keep_activations
-
-            releasing.callback(keep_activations, module)
-        releasing.callback(parts.strategy.teardown, error)
-        # A plugin that writes in the background comes to its end.
-        if state.checkpoint_io is not None:
-            releasing.callback(state.checkpoint_io.teardown)
-        releasing.callback(parts.logs.close, failed=error is not None)
-        for loop in (parts.fit_loop.val_loop, *parts.evaluations.values()):
-            releasing.callback(loop.release)
-        releasing.callback(parts.predict_loop.release)
-        releasing.callback(parts.fit_loop.release)

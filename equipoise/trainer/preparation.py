@@ -10,25 +10,31 @@ from lightning.pytorch.trainer.states import TrainerFn
 from equipoise.interop.lightning.classes import is_a, is_overridden
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
-from equipoise.strategies.strategy import splitter_of
+from equipoise.parallel.communication.processes import Processes
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy, splitter_of
 from equipoise.trainer.data.loaders import Source
-from equipoise.trainer.data.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.csv_rows import keep_rows
 from equipoise.trainer.logging.logs import SizeOf
 from equipoise.trainer.runtime.preflight import check_run
 from equipoise.trainer.runtime.request import Request
-from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.runtime.run_data import RunData
 from equipoise.trainer.settings.callbacks import merge_callbacks
+from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
-__all__ = ["make_context", "prepare", "set_up"]
+__all__ = ["begin_run", "prepare", "set_up"]
 
 _STAGES = ("train", "val", "test", "predict")
 
 
-def prepare(parts: TrainerParts, request: Request) -> RunContext:
-    """Connect module, data and callbacks to the trainer, and check that they fit."""
+def prepare(parts: TrainerParts, request: Request) -> tuple[Hooks, RunData]:
+    """Connect module, data and callbacks to the trainer, and check that they fit.
+
+    Returns:
+        The hooks and the data of the run.
+    """
     # 1. Module, data module and callbacks.
     state = parts.state
     module = request.module
@@ -44,13 +50,12 @@ def prepare(parts: TrainerParts, request: Request) -> RunContext:
     # 2. Logged values.
     _connect_logs(parts, module)
 
-    # 3. The context of the run, and its checks.
-    context = make_context(parts, request)
-    parts.begin_run(context)
-    check_run(context)
+    # 3. What only this run has, and the checks of the run.
+    hooks, data = begin_run(parts, request)
+    check_run(state, module, parts.strategy, hooks, parts.precision, data)
     if not state.barebones:
         bind_log(module, state.callbacks)
-    return context
+    return hooks, data
 
 
 def _callbacks_of(module: LightningModule) -> list[Callback]:
@@ -77,8 +82,12 @@ def _connect_logs(parts: TrainerParts, module: LightningModule) -> None:
     parts.logs.connect_run(size_of, reduction)
 
 
-def make_context(parts: TrainerParts, request: Request) -> RunContext:
-    """Return the objects that the loops of a run share."""
+def begin_run(parts: TrainerParts, request: Request) -> tuple[Hooks, RunData]:
+    """Make the hooks and the data of a run, and hand them to the trainer's loops.
+
+    Returns:
+        The hooks and the data.
+    """
     module = request.module
     owner = module if request.datamodule is None else request.datamodule
     sources = {stage: Source(stage, request.loaders.get(stage), owner) for stage in _STAGES}
@@ -91,30 +100,20 @@ def make_context(parts: TrainerParts, request: Request) -> RunContext:
         fit=parts.fit_loop if request.fitting else None,
         averaging=lambda: parts.strategy.portable.averaging(),
     )
-    return RunContext(
-        state=parts.state,
-        module=module,
-        datamodule=request.datamodule,
-        strategy=parts.strategy,
-        precision=parts.precision,
-        hooks=hooks,
-        logs=parts.logs,
-        logger_output=parts.logger_output,
-        as_lightning=parts.as_lightning,
-        # A subclass of the Trainer may override the method and the property.
-        save_checkpoint=parts.trainer.save_checkpoint,
-        trainer_validates=lambda: parts.trainer.enable_validation,
-        prefetch=Prefetch(parts.state.prefetch),
-        sources=sources,
-    )
+    data = RunData(parts.state, parts.strategy, hooks, parts.precision, sources)
+    parts.begin_run(hooks, data)
+    return hooks, data
 
 
-def set_up(parts: TrainerParts, context: RunContext) -> None:
+def set_up(
+    state: RunState,
+    module: LightningModule,
+    strategy: Strategy,
+    hooks: Hooks,
+    precision: Precision,
+    log_dir: str | None,
+) -> None:
     """Do everything that the user's code does before the module is placed."""
-    state = context.state
-    module = context.module
-    hooks = context.hooks
-    strategy = context.strategy
     fn = cast(TrainerFn, state.status.fn)
 
     # 1. The profiler.
@@ -122,11 +121,10 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     local_rank = None
     if strategy.processes.world_size > 1:
         local_rank = strategy.processes.local_rank
-    # A subclass of the Trainer may override the property.
-    state.profiler.setup(stage=fn, local_rank=local_rank, log_dir=parts.trainer.log_dir)
+    state.profiler.setup(stage=fn, local_rank=local_rank, log_dir=log_dir)
 
     # 2. Data and loggers. All loggers begin here, so that callbacks find their folders.
-    _prepare_data(context)
+    _prepare_data(strategy.processes, hooks)
     pretend_device(module, strategy.root_device)
     # Weights & Biases comes first, which observes what the others start.
     for logger in sorted(state.loggers, key=lambda logger: not is_a(logger, WandbLogger)):
@@ -136,9 +134,9 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
     # 3. The hooks.
     strategy.processes.barrier("pre_setup")
     hooks.call_datamodule("setup", stage=fn)
-    if context.precision.widens and hooks.copies_weights:
+    if precision.widens and hooks.copies_weights:
         # An average in float32 would round the weights with which it is exchanged.
-        context.precision.convert_module(module)
+        precision.convert_module(module)
     # Those that copy weights wait for shards.
     hooks.call_callbacks("setup", stage=fn, copying=False if strategy.portable.is_sharded else None)
     hooks.call_module("setup", stage=fn)
@@ -150,7 +148,7 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
         if is_overridden(name, module):
             if begin_configuration is not None:
                 begin_configuration(module)
-            with strategy.root_device, context.precision.init_context():
+            with strategy.root_device, precision.init_context():
                 hooks.call_module(name)
     hooks.call_callbacks("on_configure_model_end")
     end_configuration = getattr(strategy, "end_configuration", None)
@@ -158,13 +156,9 @@ def set_up(parts: TrainerParts, context: RunContext) -> None:
         end_configuration(module)
 
 
-def _prepare_data(context: RunContext) -> None:
+def _prepare_data(processes: Processes, hooks: Hooks) -> None:
     """Call `prepare_data` in one process of each machine, or in one process alone if its owner asks for that."""
-    processes = context.strategy.processes
-    hooks_of_owners = (
-        (context.datamodule, context.hooks.call_datamodule),
-        (context.module, context.hooks.call_module),
-    )
+    hooks_of_owners = ((hooks.datamodule, hooks.call_datamodule), (hooks.module, hooks.call_module))
     for owner, call_hook in hooks_of_owners:
         if owner is None or not is_overridden("prepare_data", owner):
             continue

@@ -1,8 +1,10 @@
 """Restores the content of a checkpoint into a run: the module before it is placed, then the rest of the training."""
 
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from equipoise.interop.lightning.callbacks import (
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.processes import Processes
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import time_of
 from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
@@ -25,10 +29,9 @@ from equipoise.trainer.checkpointing.module.left_out import completed
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
-from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 from equipoise.trainer.optimization.configuration.fused_optimizers import with_present_choice
 from equipoise.trainer.runtime.best_files import in_present_folder
-from equipoise.trainer.runtime.run_context import RunContext
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
 
@@ -47,29 +50,30 @@ _REQUIRED_TO_TRAIN = ("loops", "optimizer_states", "lr_schedulers")
 # Before the module is placed
 
 
-def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any]) -> None:
+def restore_modules_and_callbacks(
+    state: RunState, module: LightningModule, strategy: Strategy, hooks: Hooks, checkpoint: dict[str, Any]
+) -> None:
     """Load module, data module and callbacks, before the module is placed.
 
     If the strategy shards the module, its weights and the callbacks that copy them follow by `restore_in_shards`.
     """
-    hooks = context.hooks
-    is_sharded = context.strategy.portable.is_sharded
-    _let_module_mend(context, checkpoint)
+    is_sharded = strategy.portable.is_sharded
+    _let_module_mend(hooks, checkpoint, fitting=state.fitting)
     # The callbacks' hooks below may read the weights, too.
-    present = context.module.state_dict()
+    present = module.state_dict()
     for key in ("state_dict", _TRAINED):
         if isinstance(checkpoint.get(key), dict):
             checkpoint[key] = with_present_names(checkpoint[key], present)
 
     # The checkpoint may lack weights since such a callback left them out.
-    _warn_of_absent_callbacks(context, checkpoint)
+    _warn_of_absent_callbacks(state.callbacks, checkpoint)
 
     # 1. The module.
     if not is_sharded:
-        _restore_weights(context, checkpoint)
+        _restore_weights(state, module, strategy, checkpoint)
 
     # 2. The data module.
-    datamodule = context.datamodule
+    datamodule = hooks.datamodule
     if datamodule is not None:
         key = type(datamodule).__qualname__
         if key in checkpoint:
@@ -77,34 +81,35 @@ def restore_modules_and_callbacks(context: RunContext, checkpoint: dict[str, Any
                 hooks.call_datamodule("load_state_dict", checkpoint[key])
 
     # 3. The callbacks.
-    _restore_callbacks(context, checkpoint, copying=False if is_sharded else None)
+    _restore_callbacks(state, strategy, hooks, checkpoint, copying=False if is_sharded else None)
 
 
-def restore_in_shards(context: RunContext, checkpoint: dict[str, Any]) -> None:
+def restore_in_shards(
+    state: RunState, module: LightningModule, strategy: Strategy, hooks: Hooks, checkpoint: dict[str, Any]
+) -> None:
     """Load the weights, and the callbacks that copy them, after the module was sharded."""
-    _restore_weights(context, checkpoint)
-    _restore_callbacks(context, checkpoint, copying=True)
+    _restore_weights(state, module, strategy, checkpoint)
+    _restore_callbacks(state, strategy, hooks, checkpoint, copying=True)
 
 
-def _restore_weights(context: RunContext, checkpoint: dict[str, Any]) -> None:
-    module = context.module
-    checkpoint["state_dict"] = completed(checkpoint["state_dict"], module, context.state.callbacks)
+def _restore_weights(state: RunState, module: LightningModule, strategy: Strategy, checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"] = completed(checkpoint["state_dict"], module, state.callbacks)
     if module.strict_loading:
         check_fits(module, checkpoint["state_dict"])
     with loading("state_dict"):
-        context.strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
-    context.strategy.portable.load_further_entries(checkpoint)
+        strategy.portable.load_module_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+    strategy.portable.load_further_entries(checkpoint)
 
 
-def _let_module_mend(context: RunContext, checkpoint: dict[str, Any]) -> None:
+def _let_module_mend(hooks: Hooks, checkpoint: dict[str, Any], *, fitting: bool) -> None:
     """Call the module's `on_load_checkpoint`; if it changes averaged weights, a second time for the trained ones."""
     trained = dict(checkpoint, state_dict=checkpoint.get(_TRAINED))
     before = _marks_of(checkpoint["state_dict"])
-    context.hooks.call_module("on_load_checkpoint", checkpoint)
-    if not context.state.fitting or not isinstance(trained["state_dict"], dict):
+    hooks.call_module("on_load_checkpoint", checkpoint)
+    if not fitting or not isinstance(trained["state_dict"], dict):
         return
     if _marks_of(checkpoint["state_dict"]) != before:
-        context.hooks.call_module("on_load_checkpoint", trained)
+        hooks.call_module("on_load_checkpoint", trained)
         checkpoint[_TRAINED] = trained["state_dict"]
 
 
@@ -114,19 +119,18 @@ def _marks_of(state: dict[str, Any]) -> Any:
     return [(name, id(value)) for name, value in state.items()], versions(tensors)
 
 
-def _monitors_here(context: RunContext, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _monitors_here(processes: Processes, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the states of callbacks whose monitored values differed between as many processes as there are now."""
     positions = checkpoint.get(OUR_KEY, {}).get("positions", [])
-    processes = context.strategy.processes.data
     if len(positions) != processes.world_size:
         return {}
     states: dict[str, Any] = positions[processes.rank].get("monitors", {})
     return states
 
 
-def _warn_of_absent_callbacks(context: RunContext, checkpoint: dict[str, Any]) -> None:
+def _warn_of_absent_callbacks(callbacks: Iterable[Callback], checkpoint: dict[str, Any]) -> None:
     states = checkpoint.get("callbacks") or {}
-    absent = states.keys() - {state_key_of(callback) for callback in context.state.callbacks}
+    absent = states.keys() - {state_key_of(callback) for callback in callbacks}
     if absent:
         rank_zero_warn(
             f"The checkpoint holds states of callbacks that are missing: {sorted(map(str, absent))}. Add the"
@@ -134,29 +138,30 @@ def _warn_of_absent_callbacks(context: RunContext, checkpoint: dict[str, Any]) -
         )
 
 
-def _restore_callbacks(context: RunContext, checkpoint: dict[str, Any], *, copying: bool | None) -> None:
+def _restore_callbacks(
+    state: RunState, strategy: Strategy, hooks: Hooks, checkpoint: dict[str, Any], *, copying: bool | None
+) -> None:
     if checkpoint.get("callbacks") is None:
         return
-    states = {**checkpoint["callbacks"], **_monitors_here(context, checkpoint)}
-    context.hooks.call_callbacks("on_load_checkpoint", checkpoint, copying=copying)
-    for callback in context.state.callbacks:
+    states = {**checkpoint["callbacks"], **_monitors_here(strategy.processes.data, checkpoint)}
+    hooks.call_callbacks("on_load_checkpoint", checkpoint, copying=copying)
+    for callback in state.callbacks:
         if copying is not None and copying != copies_weights(callback):
             continue
         key = state_key_of(callback)
         callback_state = states.get(key)
         if callback_state:
             with loading(f"callbacks[{key!r}]", callback):
-                callback.load_state_dict(_present_state(context, callback, deepcopy(callback_state)))
+                callback.load_state_dict(_present_state(state, strategy.processes, callback, deepcopy(callback_state)))
 
 
-def _present_state(context: RunContext, callback: Any, callback_state: dict[str, Any]) -> dict[str, Any]:
+def _present_state(
+    state: RunState, processes: Processes, callback: Any, callback_state: dict[str, Any]
+) -> dict[str, Any]:
     """Return the state that a callback continues with: files of an earlier folder are those of the run."""
     if not is_a(callback, ModelCheckpoint):
         return callback_state
-    state = context.state
-    return in_present_folder(
-        callback, callback_state, state.loaded_ckpt_path, state.checkpoint_io, context.strategy.processes
-    )
+    return in_present_folder(callback, callback_state, state.loaded_ckpt_path, state.checkpoint_io, processes)
 
 
 def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
@@ -212,7 +217,7 @@ def check_fits(module: nn.Module, state: dict[str, Any]) -> None:
 # After the optimisers were created
 
 
-def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint: dict[str, Any], path: Any) -> str:
+def restore_training_state(parts: TrainerParts, module: LightningModule, checkpoint: dict[str, Any], path: Any) -> str:
     """Load counters, scaler, optimisers and schedulers, after `configure_optimizers`; a file of weights has none.
 
     Returns:
@@ -223,7 +228,7 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
         ConfigurationError: If it is beyond `max_epochs`.
     """
     # 1. The scaler of the loss.
-    precision = context.precision
+    precision = parts.precision
     key = precision.checkpoint_key
     if key in checkpoint:
         with loading(key):
@@ -231,7 +236,7 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
             precision.load_state_dict(checkpoint[key])
 
     # 2. The counters.
-    state = context.state
+    state = parts.state
     if not state.fitting:
         return "Loaded model weights"
     if format_of(path, state.checkpoint_io) is not None:
@@ -246,17 +251,18 @@ def restore_training_state(parts: TrainerParts, context: RunContext, checkpoint:
 
     # 3. The position in the epoch.
     entry = checkpoint.get(OUR_KEY, {})
-    context.strategy.portable.load_strategy_state(entry.get("strategy", {}))
+    parts.strategy.portable.load_strategy_state(entry.get("strategy", {}))
     with loading(OUR_KEY):
         parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
         saved = entry.get("checkpoint_callbacks", {})
         load_saving_states(state.callbacks, saved)
         parts.fit_loop.fit.note_files(kept_files(state.callbacks))
         later_files = files_written_after(path, state.callbacks, saved, time_of)
-    parts.fit_loop.note_later_files(context.strategy.processes.broadcast(later_files))
+    parts.fit_loop.note_later_files(parts.strategy.processes.broadcast(later_files))
 
     # 4. The optimisers.
-    _restore_optimizers(context, checkpoint["optimizer_states"], checkpoint.get("state_dict", {}))
+    weights = checkpoint.get("state_dict", {})
+    _restore_optimizers(state.optimizers, module, parts.strategy, checkpoint["optimizer_states"], weights)
     _restore_schedulers(state, checkpoint["lr_schedulers"])
     return "Restored all states"
 
@@ -285,15 +291,20 @@ def _restore_counters(parts: TrainerParts, loop_states: dict[str, Any]) -> None:
         ) from error
 
 
-def _restore_optimizers(context: RunContext, states: list[dict[str, Any]], weights: dict[str, Any]) -> None:
-    optimizers = context.state.optimizers
+def _restore_optimizers(
+    optimizers: Sequence[Optimizer],
+    module: LightningModule,
+    strategy: Strategy,
+    states: list[dict[str, Any]],
+    weights: dict[str, Any],
+) -> None:
     if len(states) != len(optimizers):
         raise CheckpointError(
             f"The checkpoint holds {len(states)} optimiser state(s), but `configure_optimizers` returned"
             f" {len(optimizers)}. Let it return as many as then, or begin a new run from the weights, with"
             " `load_from_checkpoint` and without ckpt_path."
         )
-    names = {id(parameter): name for name, parameter in context.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     saved_dtypes = {}
     for identity, name in names.items():
         if isinstance(weights.get(name), Tensor):
@@ -304,7 +315,7 @@ def _restore_optimizers(context: RunContext, states: list[dict[str, Any]], weigh
             _check_kind(index, optimizer, saved)
             check_optimizer_state(saved, entry)
             check_optimizer_shapes(optimizer, saved, names)
-            _load_optimizer(context, index, optimizer, saved)
+            _load_optimizer(strategy, index, optimizer, saved)
             restore_dtypes(optimizer, saved, saved_dtypes)
 
 
@@ -323,9 +334,9 @@ def _check_kind(index: int, optimizer: Optimizer, state: dict[str, Any]) -> None
         check_like(defaults, group, f"optimizer_states[{index}]['param_groups']")
 
 
-def _load_optimizer(context: RunContext, index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(strategy: Strategy, index: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
-        context.strategy.portable.load_optimizer_state(optimizer, with_present_choice(optimizer, state))
+        strategy.portable.load_optimizer_state(optimizer, with_present_choice(optimizer, state))
     except ValueError as error:
         raise CheckpointError(
             f"The state of optimiser {index} ({type(optimizer).__name__}) in the checkpoint does not fit: {error}."

@@ -21,7 +21,7 @@ from equipoise.trainer.auto_strategy_and_finders import choose_strategy, search
 from equipoise.trainer.checkpoint import save_checkpoint
 from equipoise.trainer.lifecycle import run
 from equipoise.trainer.logging.results_table import to_scalars
-from equipoise.trainer.preparation import make_context
+from equipoise.trainer.preparation import begin_run
 from equipoise.trainer.runtime.preflight import as_module, data_of
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.settings import arguments as check
@@ -433,11 +433,11 @@ class Trainer(PublicState):
         Raises:
             CheckpointError: If something in it cannot be pickled, or the disk is full.
         """
-        if self.parts.context is None:
+        if self.parts.hooks is None:
             raise AttributeError(
                 "A checkpoint holds a module, but no run has brought one yet. Call `fit` or `validate` first."
             )
-        save_checkpoint(self.parts, self.parts.context, filepath, weights_only, storage_options)
+        save_checkpoint(self.parts, self.parts.hooks, filepath, weights_only, storage_options)
 
     def connect_module(self, model: LightningModule) -> None:
         """Set what `lightning_module` returns, without a run; Lightning's name for it is `strategy.connect`.
@@ -450,7 +450,7 @@ class Trainer(PublicState):
         """
         module = as_module(model)
         if module is not self.lightning_module:
-            self.parts.begin_run(make_context(self.parts, Request(TrainerFn.FITTING, module)))
+            begin_run(self.parts, Request(TrainerFn.FITTING, module))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print in one process of each machine."""
@@ -464,7 +464,7 @@ class Trainer(PublicState):
         Requests the training loader if that is still to be done, so `configure_optimizers` may use it. Before any run
         there is none: `max_steps`.
         """
-        return self.fit_loop_state.estimated_steps(self.parts.context)
+        return self.fit_loop_state.estimated_steps()
 
     def init_module(self, empty_init: bool | None = None) -> Any:
         """Return a context in which a module is created on the device and in the precision of this trainer.

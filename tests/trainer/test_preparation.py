@@ -1,4 +1,4 @@
-"""Steps before a run that need no run: its context, and `prepare_data` in one process of each machine."""
+"""Steps before a run that need no run: what a subclass overrides, and `prepare_data` in one process of each machine."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +8,11 @@ import lightning as L
 import pytest
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from equipoise import Trainer
-from equipoise.trainer.preparation import _prepare_data, make_context
+from equipoise.parallel.communication.processes import Processes
+from equipoise.trainer.preparation import _prepare_data, begin_run
 from equipoise.trainer.runtime.request import Request
 from tests.support.trainer_runs import Small, Validated, loader, trainer
 
@@ -37,7 +39,7 @@ class PreparesFirst(L.LightningDataModule):
         self.prepared_before = self.module.prepared
 
 
-def test_a_subclass_may_save_checkpoints_in_its_own_way() -> None:
+def test_a_subclass_may_save_checkpoints_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(Trainer):
         saved: Any = None
 
@@ -45,9 +47,14 @@ def test_a_subclass_may_save_checkpoints_in_its_own_way() -> None:
             self.saved = filepath
 
     run = trainer(Mine)
-    context = make_context(run.parts, Request(TrainerFn.FITTING, Small()))
-    context.save_checkpoint("here.ckpt")
-    assert run.saved == "here.ckpt"
+    begin_run(run.parts, Request(TrainerFn.FITTING, Small()))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    run.parts.state.begin(TrainerFn.FITTING)
+    run.parts.state.training = True
+    with pytest.raises(SIGTERMException):
+        run.parts.fit_loop.end.in_training()
+    assert run.saved.name == "slurm-7.ckpt"
 
 
 def test_a_subclass_may_say_whether_a_fit_validates() -> None:
@@ -100,11 +107,10 @@ def test_a_subclass_may_choose_the_folders_of_a_run(tmp_path: Path) -> None:
 )
 def test_data_are_prepared_once(per_node: bool, local_rank: int, node_rank: int, times: int) -> None:
     module = Prepares(per_node=per_node)
-    context = make_context(trainer(Trainer).parts, Request(TrainerFn.FITTING, module))
+    hooks, _ = begin_run(trainer(Trainer).parts, Request(TrainerFn.FITTING, module))
     waits: list[str] = []
     processes = SimpleNamespace(local_rank=local_rank, node_rank=node_rank, barrier=waits.append)
-    context.strategy = SimpleNamespace(processes=processes)  # type: ignore[assignment]
-    _prepare_data(context)
+    _prepare_data(processes, hooks)  # type: ignore[arg-type]
     assert module.prepared == times
     assert waits == ["prepare_data"]
 
@@ -112,7 +118,7 @@ def test_data_are_prepared_once(per_node: bool, local_rank: int, node_rank: int,
 def test_the_data_module_prepares_before_the_module() -> None:
     module = Prepares(per_node=True)
     datamodule = PreparesFirst(module)
-    context = make_context(trainer(Trainer).parts, Request(TrainerFn.FITTING, module, datamodule=datamodule))
-    _prepare_data(context)
+    hooks, _ = begin_run(trainer(Trainer).parts, Request(TrainerFn.FITTING, module, datamodule=datamodule))
+    _prepare_data(Processes(), hooks)
     assert datamodule.prepared_before == 0
     assert module.prepared == 1

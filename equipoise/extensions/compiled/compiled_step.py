@@ -9,8 +9,10 @@ longer holds, there is another trial.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from equipoise.extensions.compiled.blocks.block_steps import BlocksInstead, BlockSteps, deciding_context
@@ -24,14 +26,16 @@ from equipoise.extensions.compiled.variants import Variant, Variants
 from equipoise.extensions.compiled.ways import Capturing, Compiling, Way
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
+from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.steps.step_extension import Context, StepClass, StepExtension
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Compilation", "CompiledStep", "CompiledSteps"]
@@ -57,27 +61,35 @@ class CompiledStep(AutomaticStep):
     Args:
         variants: The variants of the step, which last for several epochs.
         instead: The blocks that are compiled where the step stays eager; None if there are none.
-        context: The run. This and all others are arguments of `AutomaticStep`.
+        state: The settings and optimisers.
+        precision: The precision.
+        module: The user's module. This and all others are arguments of `AutomaticStep`.
+        processes: The processes of the run.
+        hooks: The hooks.
     """
 
     def __init__(
         self,
         variants: Variants,
         instead: BlocksInstead | None,
-        context: "RunContext",
+        state: "RunState",
+        precision: Precision,
+        module: LightningModule,
+        processes: Processes,
+        hooks: Hooks,
         *args: Any,
         skip_backward: bool,
         **kwargs: Any,
     ) -> None:
-        super().__init__(context, *args, skip_backward=skip_backward, **kwargs)
+        super().__init__(module, processes, hooks, *args, skip_backward=skip_backward, **kwargs)
         self._attributes = vars(self.module)
         self._parameters = list(self.module.parameters())
-        self._optimizer = context.stepped_optimizer()
-        self._precision = context.precision
+        self._optimizers = state.optimizers
+        self._precision = precision
         self._default_dtype: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._precision.autocast is None and self._precision.forward_context is not None:
             self._default_dtype = self._precision.forward_context
-        self._after_backward = context.hooks.bind("on_after_backward")
+        self._after_backward = hooks.bind("on_after_backward")
         # The loss of an eager step, for its dtype and device.
         self._last_loss: Tensor | None = None
         # True if the gradients of the present batch are computed already.
@@ -95,7 +107,7 @@ class CompiledStep(AutomaticStep):
         self._instead: BlocksInstead | None = None
         if not skip_backward:
             self._instead = instead
-        reason = why_eager(context, skip_backward=skip_backward)
+        reason = why_eager(state, module, hooks, skip_backward=skip_backward)
         if reason is not None:
             self._variants = None
             variants.warn_once(reason)
@@ -280,7 +292,7 @@ class CompiledStep(AutomaticStep):
 
         # 3. The trial.
         trial = Trial(self._variants, variant, self.module, part)
-        zeroed = optimizer_parameters(self._optimizer) if self.begins_window else ()
+        zeroed = chain.from_iterable(map(optimizer_parameters, self._optimizers)) if self.begins_window else ()
         trial.run(lambda: self._compute(variant.function.compile, part, share.seed), zeroed)
         self._trial = trial
         self._num_pending = len(self._logs.pending)
@@ -297,24 +309,28 @@ class CompiledStep(AutomaticStep):
 class CompiledSteps:
     """Creates the compiled training step of each epoch. All epochs of a run use the same programs."""
 
-    def __init__(self, context: "RunContext") -> None:
-        step = context.hooks.plain_step("training_step")
-        program = StepProgram(context.module, step, context.precision.autocast)
+    def __init__(
+        self, state: "RunState", module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision
+    ) -> None:
+        self._state = state
+        self._precision = precision
+        step = hooks.plain_step("training_step")
+        program = StepProgram(module, step, precision.autocast)
         way: Way
-        if context.state.captures_steps:
-            way = Capturing(context.strategy.root_device)
+        if state.captures_steps:
+            way = Capturing(strategy.root_device)
         else:
-            way = Compiling(only_if_faster=context.state.compiles_steps == "auto")
-        costs = TrialCosts(context.strategy.root_device, context.state.summary_rows, way.done)
+            way = Compiling(only_if_faster=state.compiles_steps == "auto")
+        costs = TrialCosts(strategy.root_device, state.summary_rows, way.done)
         self._variants = Variants(program, way, costs)
         self._instead: BlocksInstead | None = None
         # Who asks for what is faster alone, or for a capture, does not ask for blocks.
-        if context.state.compiles_steps is True:
-            self._instead = BlocksInstead.of(context, costs)
+        if state.compiles_steps is True:
+            self._instead = BlocksInstead.of(state, module, strategy, precision, costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Return the step of an epoch; the arguments are those of `AutomaticStep`."""
-        return CompiledStep(self._variants, self._instead, *args, **kwargs)
+        return CompiledStep(self._variants, self._instead, self._state, self._precision, *args, **kwargs)
 
     def close(self) -> None:
         """Release the programs."""
@@ -330,20 +346,20 @@ class Compilation(StepExtension):
         """Check that a strategy computes whole steps in one place, or calls blocks as they are."""
         check_strategy(strategy, state)
 
-    def check_run(self, context: "RunContext") -> None:
+    def check_run(
+        self, state: "RunState", module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision
+    ) -> None:
         """Check the strategy of a run that starts no processes."""
-        check_strategy(context.strategy, context.state, by_hand=_is_by_hand(context))
+        check_strategy(strategy, state, by_hand=not module.automatic_optimization)
 
-    def step_class(self, context: "RunContext") -> StepClass:
+    def step_class(
+        self, state: "RunState", module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision
+    ) -> StepClass:
         """Return what creates the step of each epoch."""
-        if compiles_blocks(context.strategy, context.state, by_hand=_is_by_hand(context)):
-            return BlockSteps(context, context.state.block_options or {})
-        return CompiledSteps(context)
+        if compiles_blocks(strategy, state, by_hand=not module.automatic_optimization):
+            return BlockSteps(state, module, strategy, precision)
+        return CompiledSteps(state, module, strategy, hooks, precision)
 
-    def forward_context(self, context: "RunContext") -> Context | None:
+    def forward_context(self, state: "RunState", module: LightningModule, strategy: Strategy) -> Context | None:
         """Return what decides about compiled blocks in manual optimisation."""
-        return deciding_context(context.module) if _is_by_hand(context) else None
-
-
-def _is_by_hand(context: "RunContext") -> bool:
-    return not context.module.automatic_optimization
+        return None if module.automatic_optimization else deciding_context(module)

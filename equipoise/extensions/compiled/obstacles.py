@@ -13,9 +13,9 @@ from equipoise.extensions.compiled.interop.features import CAPTURE, COMPILE
 from equipoise.interop.lightning.self_log import has_own_log
 from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["check_strategy", "compiles_blocks", "why_eager"]
@@ -99,25 +99,25 @@ def _check_options(block_options: Mapping[str, Any]) -> None:
         check_options(options)
 
 
-def why_eager(context: "RunContext", *, skip_backward: bool) -> str | None:
+def why_eager(state: "RunState", module: LightningModule, hooks: Hooks, *, skip_backward: bool) -> str | None:
     """Return the reason why no step of this epoch can be compiled; None if there is none.
 
     Args:
-        context: The run.
+        state: The settings and optimisers.
+        module: The user's module.
+        hooks: The hooks.
         skip_backward: Whether steps run the forward only.
     """
-    module = context.module
-    hooks = context.hooks
-    reason = why_not_compiled(CAPTURE if context.state.captures_steps else COMPILE)
+    reason = why_not_compiled(CAPTURE if state.captures_steps else COMPILE)
     if reason is not None:
         return reason
     if skip_backward:
         return "its steps run no backward"
     if hooks.is_profiled:
         return "a profiler measures forward and backward by themselves"
-    if torch.is_anomaly_enabled() or context.state.detect_anomaly or context.state.detect_nonfinite:
+    if torch.is_anomaly_enabled() or state.detect_anomaly or state.detect_nonfinite:
         return "detect_anomaly and detect_nonfinite look into each operation or module"
-    if isinstance(context.state.optimizers[0], LBFGS):
+    if isinstance(state.optimizers[0], LBFGS):
         return "LBFGS computes a batch several times"
     for name in _HOOKS_BETWEEN:
         if hooks.bind(name) is not None:

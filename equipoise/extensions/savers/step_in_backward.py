@@ -11,16 +11,20 @@ from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import StepError
 from equipoise.extensions.savers.step_obstacles import check_clipping, check_optimizer, check_run
 from equipoise.interop.torch.optimizers import only_parameter, plain_step
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.optimization.steps.step_extension import StepExtension
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["StepInBackward", "SteppingInBackward"]
 
@@ -127,9 +131,11 @@ class StepInBackward:
 class SteppingInBackward(StepExtension):
     """Steps the optimiser within the backward: `Trainer(step_in_backward=True)`."""
 
-    def check_run(self, context: "RunContext") -> None:
+    def check_run(
+        self, state: "RunState", module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision
+    ) -> None:
         """Check all but the optimiser."""
-        check_run(context)
+        check_run(state, module, strategy, hooks, precision)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Check that an optimiser treats each parameter by itself."""
@@ -137,7 +143,7 @@ class SteppingInBackward(StepExtension):
 
     def inner_step(
         self,
-        context: "RunContext",
+        state: "RunState",
         optimizer: Optimizer,
         zero_grad: Callable[[int], None],
         clip: Callable[[Optimizer], None],
@@ -146,7 +152,7 @@ class SteppingInBackward(StepExtension):
 
         def checked_clip(optimizer: Optimizer) -> None:
             # Callbacks may change how gradients are clipped.
-            check_clipping(context.state)
+            check_clipping(state)
             clip(optimizer)
 
         return StepInBackward(optimizer, zero_grad, checked_clip)

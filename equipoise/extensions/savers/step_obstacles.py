@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback as LightningCallback
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import LBFGS, Optimizer
 
@@ -10,11 +11,11 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.optimizers import has_any_step_hooks, is_of_torch
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
+from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.hooks.hooks import overrides
+from equipoise.trainer.hooks.hooks import Hooks, overrides
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["check_clipping", "check_optimizer", "check_run"]
@@ -43,14 +44,23 @@ _MEMBERS = (
 )
 
 
-def check_run(context: "RunContext") -> None:
+def check_run(
+    state: "RunState", module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision
+) -> None:
     """Check that a fit can step parameters within the backward, as far as that shows before its optimiser is created.
+
+    Args:
+        state: The settings and callbacks.
+        module: The user's module.
+        strategy: The strategy.
+        hooks: The hooks.
+        precision: The precision.
 
     Raises:
         ConfigurationError: If it cannot; the message names the reason.
     """
-    check_clipping(context.state)
-    reason = _why_not_in_settings(context) or _why_not_in_hooks(context)
+    check_clipping(state)
+    reason = _why_not_in_settings(state, module, strategy, precision) or _why_not_in_hooks(state, module, hooks)
     if reason is not None:
         raise _refusal(reason)
 
@@ -95,15 +105,15 @@ def _refusal(reason: str) -> ConfigurationError:
     )
 
 
-def _why_not_in_settings(context: "RunContext") -> str | None:
-    state = context.state
-    strategy = context.strategy
+def _why_not_in_settings(
+    state: "RunState", module: LightningModule, strategy: Strategy, precision: Precision
+) -> str | None:
     # Each reason stands for gradients that are needed together, or after the backward.
-    if not context.module.automatic_optimization:
-        return f"{type(context.module).__name__} optimises by hand (automatic_optimization=False)"
+    if not module.automatic_optimization:
+        return f"{type(module).__name__} optimises by hand (automatic_optimization=False)"
     if state.accumulate_grad_batches != 1:
         return f"accumulate_grad_batches={state.accumulate_grad_batches} adds up gradients of several batches"
-    if context.precision.scaler is not None:
+    if precision.scaler is not None:
         return "precision='16-mixed' looks at all gradients before it decides on a step (bf16-mixed does not)"
     if state.compiles_steps:
         return "compile gives all gradients together"
@@ -116,13 +126,13 @@ def _why_not_in_settings(context: "RunContext") -> str | None:
     return None
 
 
-def _why_not_in_hooks(context: "RunContext") -> str | None:
+def _why_not_in_hooks(state: "RunState", module: LightningModule, hooks: Hooks) -> str | None:
     for name in _METHODS:
-        if context.hooks.bind_module(name) is not None:
-            return f"{type(context.module).__name__}.{name} runs when all gradients are there"
-    if context.recovers:
+        if hooks.bind_module(name) is not None:
+            return f"{type(module).__name__}.{name} runs when all gradients are there"
+    if hooks.recovers:
         return "OOMRecovery repeats steps, but parameters would have changed in the failed one"
-    for callback in context.state.callbacks:
+    for callback in state.callbacks:
         if is_a(callback, GradientAccumulationScheduler):
             return "a GradientAccumulationScheduler adds up gradients of several batches"
         if type(callback).__module__.startswith(_READ_NO_GRADIENTS):

@@ -16,7 +16,6 @@ from equipoise.parallel.ray_context import is_in_ray, last_reported_checkpoint
 from equipoise.trainer.checkpointing.file import newest_first, time_of
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["select_checkpoint"]
@@ -26,18 +25,18 @@ _OURS = re.compile(r"slurm-\d+(?:_(\d+))?(?:-fit-(\d+))?\.ckpt")
 _LIGHTNINGS = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
-def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bool) -> Any:
+def select_checkpoint(state: "RunState", trainer: object, ckpt_path: Any, *, module_given: bool) -> Any:
     """Return the path that `ckpt_path` stands for; None for no checkpoint.
 
     Args:
-        context: The run, whose checkpoint callbacks know the best and the last.
+        state: Contains the checkpoint callbacks, which know the best and the last.
+        trainer: The first argument of the callbacks' methods.
         ckpt_path: A path, "best", "last", "hpc" or None.
         module_given: Whether a module was passed. If not, None means the best checkpoint of the last fit.
 
     Raises:
         ConfigurationError: If there is no such checkpoint.
     """
-    state = context.state
     entry_point = "fit" if state.status.fn is None else state.status.fn.value
 
     # 1. None: the choice of the trainer.
@@ -61,7 +60,7 @@ def select_checkpoint(context: "RunContext", ckpt_path: Any, *, module_given: bo
     if ckpt_path == "best":
         return _best(state, entry_point)
     if ckpt_path == "last":
-        return _last(context, entry_point)
+        return _last(state, trainer, entry_point)
     if ckpt_path == "hpc":
         return _of_interrupted_job(state, entry_point)
     return ckpt_path
@@ -136,7 +135,7 @@ def _of_interrupted_job(state: "RunState", entry_point: str) -> str:
     )
 
 
-def _last(context: "RunContext", entry_point: str) -> str | None:
+def _last(state: "RunState", trainer: object, entry_point: str) -> str | None:
     """Return Ray's last checkpoint, or the newest of the last ones of all callbacks; None if there is none."""
     # 0. Ray has started the workers of this run anew.
     reported = last_reported_checkpoint()
@@ -145,9 +144,9 @@ def _last(context: "RunContext", entry_point: str) -> str | None:
 
     # 1. The paths that callbacks write.
     paths: set[str] = set()
-    for callback in context.state.callbacks:
+    for callback in state.callbacks:
         if is_a(callback, ModelCheckpoint):
-            paths |= last_checkpoints(callback, context.hooks.trainer)
+            paths |= last_checkpoints(callback, trainer)
         elif is_a(callback, OnExceptionCheckpoint):
             paths.add(str(callback.ckpt_path))
 

@@ -1,22 +1,24 @@
 """Training loaders of a fit: requested, opened for a pass, and continued in a resumed run."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.notices import rank_zero_warn
 from equipoise.strategies.distributed.epoch_length import Certainty, Extent, joined_extent, length_of
 from equipoise.strategies.distributed.run_steps import RunSteps
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import has_state, load_random_state, random_state_of
 from equipoise.trainer.data.loaders import Loaders
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["TrainingData"]
@@ -80,16 +82,24 @@ class TrainingData(SentState):
         every = state.reload_dataloaders_every_n_epochs
         return every > 0 and state.current_epoch - self.loaded_at >= every
 
-    def request(self, context: "RunContext") -> None:
-        """Request the loaders from their source."""
-        state = context.state
+    def request(
+        self, state: "RunState", module: LightningModule, strategy: Strategy, request_loaders: Callable[..., Loaders]
+    ) -> None:
+        """Request the loaders from their source.
+
+        Args:
+            state: The settings and counters.
+            module: The user's module.
+            strategy: The strategy.
+            request_loaders: Requests the loaders of a stage; see `RunData.request_loaders`.
+        """
         self.loaded_at = state.current_epoch
         overfit = state.overfit_batches > 0
-        self.loaders = context.request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
-        self.together = context.strategy.processes.data.world_size > 1
+        self.loaders = request_loaders("train", state.limit_train_batches, overfit=overfit, steps=self.steps)
+        self.together = strategy.processes.data.world_size > 1
         extents = self.loaders.joint_extents
         self.extent = joined_extent(extents)
-        by_hand = context.strategy.processes.step_together and not context.module.automatic_optimization
+        by_hand = strategy.processes.step_together and not module.automatic_optimization
         # A run of few steps may end before some process lacks a batch.
         if self.together and self.extent.certainty is Certainty.AT_REQUEST and state.max_steps == -1:
             from equipoise.strategies.distributed.loaders import refuse_unequal_numbers

@@ -6,17 +6,17 @@ asynchronous copy, so no step waits for the device.
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from equipoise.notices import warn
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.strategies.strategy import Strategy
 from equipoise.to_device import ArrivingValue
+from equipoise.trainer.state.run_state import RunState
 from equipoise.tree import entries_of
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["LossWatch"]
 
@@ -34,17 +34,21 @@ class LossWatch:
     """Checks the losses of one fit.
 
     Args:
-        context: The run.
+        state: The settings and counters.
+        module: The user's module.
+        strategy: The strategy.
         batches_done: Returns whether the epoch came to its last batch.
 
     Attributes:
         skipped: Number of calls of `training_step` that returned None.
     """
 
-    def __init__(self, context: "RunContext", batches_done: Callable[[], bool]) -> None:
-        self._state = context.state
+    def __init__(
+        self, state: RunState, module: LightningModule, strategy: Strategy, batches_done: Callable[[], bool]
+    ) -> None:
+        self._state = state
         self._batches_done = batches_done
-        self._strategy = context.strategy
+        self._strategy = strategy
         self.skipped = 0
         self._has_seen_loss = False
         self._windows_without_loss = 0
@@ -56,7 +60,7 @@ class LossWatch:
         if self._state.detect_nonfinite:
             from equipoise.trainer.diagnostics.nonfinite_outputs import NonFiniteOutputs
 
-            self._outputs = NonFiniteOutputs(context.module)
+            self._outputs = NonFiniteOutputs(module)
             self._outputs.start()
 
     def bind(self) -> Watch | None:

@@ -8,17 +8,17 @@ early stopping looks, a missing value is certain.
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from equipoise.errors import ConfigurationRuntimeError
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
 from equipoise.interop.lightning.checkpoint_hooks import letters_of, nothing_to_monitor
 from equipoise.interop.lightning.classes import base_of, is_a
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.parallel.communication.processes import Processes
+from equipoise.trainer.logging.logs import Logs
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["check_monitors", "check_monitors_of_validation"]
 
@@ -26,19 +26,24 @@ __all__ = ["check_monitors", "check_monitors_of_validation"]
 _SLIP = 0.9
 
 
-def check_monitors_of_validation(context: "RunContext", names: set[str]) -> None:
+def check_monitors_of_validation(
+    state: RunState, module: LightningModule, processes: Processes, logs: Logs, names: set[str]
+) -> None:
     """Compare monitored names with those that the sanity check has logged; called in all processes together.
 
     Args:
-        context: The run.
+        state: Contains the callbacks and the schedulers.
+        module: The user's module.
+        processes: The processes of the run.
+        logs: The logged values.
         names: Names that this process has logged, of all loaders.
 
     Raises:
         ConfigurationError: If one differs from a logged name by separators, capitals or a slip; also a RuntimeError.
     """
-    here = sorted(names.union(context.logs.callback_metrics))
-    logged = context.strategy.processes.broadcast(here)
-    for owner, name in _monitored(context):
+    here = sorted(names.union(logs.callback_metrics))
+    logged = processes.broadcast(here)
+    for owner, name in _monitored(state, module):
         if name in logged:
             continue
         for near in _other_spellings(name, logged):
@@ -57,41 +62,42 @@ def _other_spellings(name: str, logged: Sequence[str]) -> list[str]:
     ]
 
 
-def _monitored(context: "RunContext") -> Iterator[tuple[str, str]]:
+def _monitored(state: RunState, module: LightningModule) -> Iterator[tuple[str, str]]:
     """Yield the names that must be logged, each with the class that monitors it."""
-    for callback in context.state.callbacks:
+    for callback in state.callbacks:
         for kind in (EarlyStopping, ModelCheckpoint):
             # A derived class may find its value elsewhere.
             if is_a(callback, kind) and type(callback) is base_of(callback, kind):
                 must_exist = callback.strict if kind is EarlyStopping else callback.save_top_k != 0
                 if must_exist and callback.monitor not in (None, "epoch", "step"):
                     yield type(callback).__name__, callback.monitor
-    if context.module.automatic_optimization:
-        for config in context.state.lr_scheduler_configs:
+    if module.automatic_optimization:
+        for config in state.lr_scheduler_configs:
             if config.reduce_on_plateau and config.strict and config.monitor:
                 yield type(config.scheduler).__name__, config.monitor
 
 
-def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
+def check_monitors(state: RunState, logs: Logs, *, validates: bool, has_validated: bool) -> None:
     """Check that what early stopping monitors has been logged; called with the first values of an epoch.
 
     A class derived from Lightning's may look later than that, and one that looks after validations does not look in a
     run without any.
 
     Args:
-        context: The run.
+        state: Contains the callbacks.
+        logs: The logged values.
+        validates: Whether the fit validates.
         has_validated: Whether a validation of this fit has begun, after the sanity check.
 
     Raises:
         ConfigurationError: Naming what was logged; also a RuntimeError, as in Lightning.
     """
-    validates = context.enable_validation
     if validates and not has_validated:
         return
     # Early stopping does not look, and a program in development may log less.
-    if context.state.fast_dev_run:
+    if state.fast_dev_run:
         return
-    for callback in context.state.callbacks:
+    for callback in state.callbacks:
         if not is_a(callback, EarlyStopping):
             continue
         # A derived class may look at other times.
@@ -100,6 +106,6 @@ def check_monitors(context: "RunContext", *, has_validated: bool) -> None:
         if not validates and not looks_after_training_epochs(callback):
             continue
         # The values are read only here, since that computes metrics.
-        logged = sorted(map(str, context.logs.callback_metrics))
+        logged = sorted(map(str, logs.callback_metrics))
         if callback.strict and callback.monitor not in logged:
             raise nothing_to_monitor(type(callback).__name__, callback.monitor, logged)

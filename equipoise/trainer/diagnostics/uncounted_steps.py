@@ -1,12 +1,10 @@
 """A warning where weights change in manual optimisation, but no optimiser step is counted."""
 
-from typing import TYPE_CHECKING
+from lightning.pytorch import LightningModule
 
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["UncountedSteps"]
 
@@ -15,12 +13,13 @@ class UncountedSteps:
     """Compares weights and counter at the ends of epochs, and warns once in a fit.
 
     Args:
-        context: The run.
+        state: Contains the counters.
+        module: The user's module.
     """
 
-    def __init__(self, context: "RunContext") -> None:
-        self._parameters = [parameter for parameter in context.module.parameters() if parameter.requires_grad]
-        self._steps = context.state.progress.manual_step
+    def __init__(self, state: RunState, module: LightningModule) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._steps = state.progress.manual_step
         self._steps_before = 0
         self._versions_before: list[int] | None = None
 

@@ -4,21 +4,24 @@ import math
 from collections import ChainMap, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
 
 from equipoise.interop.lightning.classes import is_overridden
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import BatchStream
 from equipoise.trainer.data.loaders import Loaders
-from equipoise.trainer.evaluation.batch_steps import STAGES, BatchSteps
+from equipoise.trainer.evaluation.batch_steps import STAGES, EvaluationSteps
 from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.collection import Collection
+from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.results_table import print_results
+from equipoise.trainer.runtime.run_data import RunData
 from equipoise.trainer.state.progress import BatchProgress
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["EvaluationLoop"]
 
@@ -70,13 +73,32 @@ class EvaluationLoop(SentState):
 
     # Data.
 
+    def begin_run(
+        self,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        logger_output: LoggerOutput,
+        data: RunData,
+        steps: EvaluationSteps,
+    ) -> None:
+        """Take the parts of a run, and forget the loaders of earlier ones."""
+        self.module = module
+        self.strategy = strategy
+        self.hooks = hooks
+        self.logger_output = logger_output
+        self.logs = logger_output.logs
+        self.data = data
+        self.steps = steps
+        self.forget_data()
+
     def forget_data(self) -> None:
         """Forget the loaders, so that they are requested anew."""
         self.loaders = None
         self.loaded_at = -math.inf
         self.resumed = None
 
-    def load_data(self, context: "RunContext") -> None:
+    def load_data(self) -> None:
         """Request the loaders, at first and, in a fit, every `reload_dataloaders_every_n_epochs`."""
         state = self.state
         epoch = state.current_epoch
@@ -84,13 +106,13 @@ class EvaluationLoop(SentState):
         if self.loaders is not None and not is_reload_due:
             return
         limit = getattr(state, f"limit_{self.stage}_batches")
-        if limit == 0 or not is_overridden(f"{self.word}_step", context.module):
+        if limit == 0 or not is_overridden(f"{self.word}_step", self.module):
             return
         # A sanity check before an epoch without validation does not count as a request.
-        if not state.sanity_checking or context.validates_in_epoch:
+        if not state.sanity_checking or state.is_validation_epoch:
             self.loaded_at = epoch
         overfit = self.fitting and state.overfit_batches > 0
-        self.loaders = context.request_loaders(self.stage, limit, overfit=overfit)
+        self.loaders = self.data.request_loaders(self.stage, limit, overfit=overfit)
         self.num_batches = self.loaders.num_batches
         self._steps_logged.clear()
         self._restore_loaders(epoch)
@@ -145,43 +167,43 @@ class EvaluationLoop(SentState):
 
     # A run.
 
-    def run(self, context: "RunContext") -> list[dict[str, Any]]:
+    def run(self) -> list[dict[str, Any]]:
         """Evaluate, and return the logged values, a dictionary for each loader."""
         inference_mode = self.state.inference_mode and not self.fitting
         with without_gradients(inference_mode=inference_mode):
-            self.load_data(context)
+            self.load_data()
             if self.loaders is None:
                 return []
             # Without a batch here, other processes may have one.
-            is_alone = context.strategy.processes.world_size == 1
+            is_alone = self.strategy.processes.world_size == 1
             if is_alone and sum(self.max_batches) == 0:
                 return []
-            with Modes(context.module) as modes:
-                return self._run(context, self.loaders, modes)
+            with Modes(self.module) as modes:
+                return self._run(self.loaders, modes)
 
-    def _run(self, context: "RunContext", loaders: Loaders, modes: Modes) -> list[dict[str, Any]]:
+    def _run(self, loaders: Loaders, modes: Modes) -> list[dict[str, Any]]:
         # 1. Open the loaders, and let hooks see the start.
         self.has_run = False
         self.progress.begin()
         streams = self._open(loaders)
-        check_dataloader_idx(context.module, self.word, several=len(streams) > 1)
-        self._start(context)
+        check_dataloader_idx(self.module, self.word, several=len(streams) > 1)
+        self._start()
         # 2. Evaluate loader after loader.
         outputs: list[dict[str, Any]] = []
         count = len(streams)
         for index, stream in enumerate(streams):
-            values = self._evaluate(context, stream, index, count)
+            values = self._evaluate(stream, index, count)
             outputs.append(values)
             # A metric that the next loader logs, too, has a separate value for each loader.
             if index + 1 < count:
                 self.collection.reset_metrics(index)
         # 3. Let hooks and loggers see the values, and restore the modes.
-        outputs = self._finish(context, outputs)
+        outputs = self._finish(outputs)
         hook = f"on_{self.word}_model_train"
-        if is_overridden(hook, context.module):
-            context.hooks.call_module(hook)
+        if is_overridden(hook, self.module):
+            self.hooks.call_module(hook)
         else:
-            modes.restore(context.module)
+            modes.restore(self.module)
         return outputs
 
     def _open(self, loaders: Loaders) -> list[BatchStream]:
@@ -195,41 +217,41 @@ class EvaluationLoop(SentState):
         streams[0].start()
         return streams
 
-    def _start(self, context: "RunContext") -> None:
+    def _start(self) -> None:
         """Call the hooks of the start, with the same buffers in all processes."""
-        hooks = context.hooks
-        context.strategy.sync_buffers()
+        hooks = self.hooks
+        self.strategy.sync_buffers()
         hooks.call_module(f"on_{self.word}_model_eval")
         hooks.call(f"on_{self.word}_start")
         hooks.call(f"on_{self.word}_epoch_start")
         if hooks.copies_weights:
             # The buffers of averages differ between processes as those of the module did.
-            context.strategy.sync_buffers()
+            self.strategy.sync_buffers()
 
-    def _evaluate(self, context: "RunContext", stream: BatchStream, index: int, count: int) -> dict[str, Any]:
+    def _evaluate(self, stream: BatchStream, index: int, count: int) -> dict[str, Any]:
         """Evaluate on one of `count` loaders, and return its logged values."""
-        logs = context.logs
+        logs = self.logs
         if self.state.sanity_checking:
             # It counts and logs nothing. Asking for the stage in each batch would take 2 µs.
-            BatchSteps(context, self.stage, stream, self.progress, index, count).run(_ignore)
+            self.steps.run(self.stage, stream, self.progress, index, count, _ignore)
             logs.end_batches(show=False)
             return {}
-        after_batch = partial(self._after_batch, context, index)
-        BatchSteps(context, self.stage, stream, self.progress, index, count).run(after_batch)
+        after_batch = partial(self._after_batch, index)
+        self.steps.run(self.stage, stream, self.progress, index, count, after_batch)
         logs.end_batches(show=True)
         return logs.metrics()
 
-    def _after_batch(self, context: "RunContext", dataloader_idx: int, output: Any) -> None:
+    def _after_batch(self, dataloader_idx: int, output: Any) -> None:
         self.has_run = True
         if self.state.loggers and self.collection.any_on_step:
             step = self._steps_logged[dataloader_idx]
-            context.logger_output.log_metrics(context.logs.metrics(), step=step)
+            self.logger_output.log_metrics(self.logs.metrics(), step=step)
         self._steps_logged[dataloader_idx] += 1
 
-    def _finish(self, context: "RunContext", outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _finish(self, outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Call the hooks of the end, log the values, and return them for each loader."""
-        hooks = context.hooks
-        logs = context.logs
+        hooks = self.hooks
+        logs = self.logs
         sanity_checking = self.state.sanity_checking
         logs.leave_loaders()
         hooks.call(f"on_{self.word}_epoch_end")
@@ -240,7 +262,7 @@ class EvaluationLoop(SentState):
             at_end = logs.metrics()
             logs.refresh()
             of_loaders = ChainMap(*outputs)
-            context.logger_output.log_metrics({**of_loaders, **at_end})
+            self.logger_output.log_metrics({**of_loaders, **at_end})
         hooks.call(f"on_{self.word}_end")
         logs.reset()
         return [{**values, **at_end} for values in outputs]

@@ -1,35 +1,47 @@
 """The step that validation, test and prediction share, without gradients."""
 
 import inspect
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from equipoise.errors import ConfigurationRuntimeError
 from equipoise.parallel.step_protocols import PartialOutputs, StepResult
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.optimization.steps.module_step import ModuleStep
+from equipoise.trainer.optimization.steps.step_extension import Context
 
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
-
-__all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "evaluator", "without_gradients"]
+__all__ = ["EvaluationStep", "Modes", "check_dataloader_idx", "without_gradients"]
 
 
 class EvaluationStep(ModuleStep):
     """Runs `validation_step`, `test_step` or `predict_step` on a batch, or on a part of it.
 
     Args:
-        context: The run.
+        module: The user's module.
+        hooks: The hooks.
+        logs: The logged values.
         name: The method's name.
+        forward_context: The context of the precision in which the method runs; None if it needs none.
         wanted: Whether the outputs are read. Only then those of all parts are gathered, which costs memory.
     """
 
-    def __init__(self, context: "RunContext", name: str, *, wanted: bool = True) -> None:
-        super().__init__(context, name)
+    def __init__(
+        self,
+        module: LightningModule,
+        hooks: Hooks,
+        logs: Logs,
+        name: str,
+        forward_context: Context | None,
+        *,
+        wanted: bool = True,
+    ) -> None:
+        super().__init__(module, hooks, logs, name, forward_context)
         self.wanted = wanted
 
     def merge(self, *args: Any, **kwargs: Any) -> StepResult:
@@ -73,15 +85,6 @@ class Modes:
         """Restore the mode of each submodule. A submodule that was added since keeps its mode."""
         for name, child in module.named_modules():
             child.training = self._modes.get(name, child.training)
-
-
-def evaluator(context: "RunContext", name: str) -> Callable[[Any, Sequence[Any]], Any]:
-    """Return the function that evaluates a batch: the strategy's, with recovery if a callback decides about that."""
-    if context.recovers:
-        from equipoise.trainer.recovery.evaluation_recovery import EvaluationRecovery
-
-        return EvaluationRecovery(context, name)
-    return context.strategy.evaluate
 
 
 def without_gradients(*, inference_mode: bool) -> AbstractContextManager[Any]:

@@ -2,25 +2,26 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from equipoise.errors import ConfigurationError
 from equipoise.interleave import interleave
 from equipoise.interop.lightning.classes import is_a
 from equipoise.notices import rank_zero_warn
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loaders import Loaders, Source
-from equipoise.trainer.evaluation.batch_steps import BatchSteps
+from equipoise.trainer.evaluation.batch_steps import EvaluationSteps
 from equipoise.trainer.evaluation.evaluation_step import Modes, check_dataloader_idx, without_gradients
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.runtime.run_data import RunData
 from equipoise.trainer.state.progress import BatchProgress
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.state.sent_state import LOCAL, RESULT, SentState
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["PredictionLoop"]
 
@@ -65,17 +66,24 @@ class PredictionLoop(SentState):
         """The origin of the loaders, under the name by which Lightning's objects ask for it."""
         return self._source
 
-    def begin_run(self, source: Source) -> None:
-        """Forget the loaders of earlier runs."""
+    def begin_run(
+        self, module: LightningModule, strategy: Strategy, hooks: Hooks, data: RunData, steps: EvaluationSteps
+    ) -> None:
+        """Take the parts of a run, and forget the loaders of earlier ones."""
+        self.module = module
+        self.strategy = strategy
+        self.hooks = hooks
+        self.data = data
+        self.steps = steps
         self.loaders = None
-        self._source = source
+        self._source = data.sources["predict"]
 
     def release(self) -> None:
         """End worker processes."""
         if self.loaders is not None:
             self.loaders.close()
 
-    def run(self, context: "RunContext") -> list[Any] | None:
+    def run(self) -> list[Any] | None:
         """Predict, and return the outputs unless `return_predictions=False`.
 
         Raises:
@@ -85,17 +93,17 @@ class PredictionLoop(SentState):
         if state.limit_predict_batches == 0:
             return None
         with without_gradients(inference_mode=state.inference_mode):
-            self.loaders = context.request_loaders("predict", state.limit_predict_batches)
+            self.loaders = self.data.request_loaders("predict", state.limit_predict_batches)
             if not self.loaders.sequential:
                 raise ConfigurationError(
                     "`predict` reads several loaders one after the other: take CombinedLoader(mode='sequential')."
                 )
             self.max_batches = self.loaders.num_batches
-            with Modes(context.module) as modes:
-                return self._run(context, self.loaders, modes)
+            with Modes(self.module) as modes:
+                return self._run(self.loaders, modes)
 
-    def _run(self, context: "RunContext", loaders: Loaders, modes: Modes) -> list[Any] | None:
-        hooks = context.hooks
+    def _run(self, loaders: Loaders, modes: Modes) -> list[Any] | None:
+        hooks = self.hooks
         # 1. Open the loaders, and let hooks see the start.
         writers = [callback for callback in hooks.callbacks if is_a(callback, BasePredictionWriter)]
         keep_outputs = self.return_predictions or any(writer.interval.on_epoch for writer in writers)
@@ -103,10 +111,10 @@ class PredictionLoop(SentState):
         loaders.set_epoch(self.state.progress.epoch.current.processed)
         streams = loaders.streams()
         count = len(streams)
-        check_dataloader_idx(context.module, "predict", several=count > 1)
+        check_dataloader_idx(self.module, "predict", several=count > 1)
         self._predictions = [[] for _ in streams]
         self.epoch_batch_indices = [[] for _ in streams]
-        context.strategy.sync_buffers()
+        self.strategy.sync_buffers()
         hooks.call_module("on_predict_model_eval")
         hooks.call("on_predict_start")
         hooks.call("on_predict_epoch_start")
@@ -116,21 +124,21 @@ class PredictionLoop(SentState):
             if writers and stream.record_indices():
                 note_batch = partial(self._note_indices, stream.indices, self.epoch_batch_indices[index])
             after = partial(_keep, self._predictions[index] if keep_outputs else None)
-            BatchSteps(context, "predict", stream, self.progress, index, count, note_batch=note_batch).run(after)
+            self.steps.run("predict", stream, self.progress, index, count, after, note_batch=note_batch)
         hooks.call("on_predict_epoch_end")
         # 3. Put the outputs of all processes together.
-        results = self._gather_predictions(context)
+        results = self._gather_predictions()
         self.epoch_batch_indices = []
         hooks.call("on_predict_end")
-        modes.restore(context.module)
+        modes.restore(self.module)
         return results
 
-    def _gather_predictions(self, context: "RunContext") -> list[Any] | None:
+    def _gather_predictions(self) -> list[Any] | None:
         """Return the outputs of all processes in the order of the data, if the user wants them."""
         if not self.return_predictions:
             self._predictions = []
             return None
-        gather = context.strategy.processes.data.gather_objects
+        gather = self.strategy.processes.data.gather_objects
         self._predictions = [interleave(gather(outputs)) for outputs in self._predictions]
         return self.predictions
 

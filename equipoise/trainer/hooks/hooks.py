@@ -5,7 +5,7 @@ current hook, which `self.log` reads, and returns the module's result. A hook th
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback as LightningCallback
@@ -135,6 +135,11 @@ class Hooks:
     def copies_weights(self) -> bool:
         """True if a callback copies the weights, as averages of them do."""
         return any(map(copies_weights, self.callbacks))
+
+    @property
+    def recovers(self) -> bool:
+        """True if a callback decides what happens when memory runs out."""
+        return any(overrides(callback, "on_out_of_memory", Callback) for callback in self.callbacks)
 
     # Hooks that are bound once and called often
 
@@ -378,6 +383,16 @@ class Hooks:
                 return method(*args, **kwargs)
 
         return self.wrapped(profiled, action)
+
+    def profile(self, action: str) -> AbstractContextManager[Any]:
+        """Measure a block, if there is a profiler.
+
+        Args:
+            action: The name of the block in the profile.
+        """
+        if self.is_profiled:
+            return self.profiler.profile(action)
+        return nullcontext()
 
     def wrapped(self, method: Hook, action: str) -> Hook:
         """Return a function as `Callback.wrap_call` of each callback wraps it, by its name in a profile."""

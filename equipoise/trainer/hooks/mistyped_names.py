@@ -4,15 +4,12 @@ import inspect
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING
 
+from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from equipoise.callbacks.callback import Callback
 from equipoise.notices import warn_of_method
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["similar_step", "warn_of_mistyped_hooks"]
 
@@ -25,19 +22,23 @@ _MIN_SIMILARITY_OF_STEPS = 0.9
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def warn_of_mistyped_hooks(context: "RunContext") -> None:
+def warn_of_mistyped_hooks(
+    module: LightningModule, datamodule: LightningDataModule | None, callbacks: Iterable[LightningCallback]
+) -> None:
     """Warn of methods that look like a hook, in the module, the data module and the callbacks of a run.
 
     A method that the user's code names elsewhere, or that resembles no hook, is a method of the user's own.
 
     Args:
-        context: The run.
+        module: The user's module.
+        datamodule: The data module; None if there is none.
+        callbacks: The callbacks.
     """
     # 1. Each class, with the class that declares the hooks of its objects.
-    kinds: list[tuple[type, type]] = [(type(context.module), LightningModule)]
-    if context.datamodule is not None:
-        kinds.append((type(context.datamodule), LightningDataModule))
-    kinds += [(type(callback), Callback) for callback in context.state.callbacks]
+    kinds: list[tuple[type, type]] = [(type(module), LightningModule)]
+    if datamodule is not None:
+        kinds.append((type(datamodule), LightningDataModule))
+    kinds += [(type(callback), Callback) for callback in callbacks]
 
     # 2. Methods that are named almost like a hook. Few runs have any.
     suspects = []

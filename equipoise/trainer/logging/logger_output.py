@@ -21,11 +21,14 @@ class LoggerOutput:
         state: Contains the loggers and the listeners.
         logs: The logged values.
         trainer: The first argument of listeners.
+
+    Attributes:
+        logs: The logged values.
     """
 
     def __init__(self, state: RunState, logs: Logs, trainer: object) -> None:
         self._state = state
-        self._logs = logs
+        self.logs = logs
         self._trainer = trainer
         # Epoch and step of the checkpoint that is evaluated.
         self._evaluated: tuple[int, int] | None = None
@@ -63,7 +66,7 @@ class LoggerOutput:
         # 3. Loggers.
         if not state.loggers:
             return
-        self._logs.logged_metrics.update(metrics)
+        self.logs.logged_metrics.update(metrics)
         if step is None:
             step = self._pop_step(scalars)
         for logger in state.loggers:
@@ -92,8 +95,8 @@ class LoggerOutput:
             return
         step = state.progress.batches_that_stepped
         # A step that failed before it has logged anything leaves the values of the step before.
-        if not self._logs.pending:
+        if not self.logs.pending:
             step = max(0, step - 1)
-        scalars = to_scalars(self._logs.metrics())
+        scalars = to_scalars(self.logs.metrics())
         for listen in state.metric_listeners:
             listen(self._trainer, scalars, step)

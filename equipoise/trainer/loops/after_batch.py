@@ -4,17 +4,18 @@ Schedulers that watch a value step here as well, and reasons to stop are examine
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule
 
 from equipoise.parallel.communication.agreements import is_true_in_any
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
-from equipoise.trainer.runtime.signals import leave_training
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.runtime.signals import EndOnSignal
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["AfterBatch"]
 
@@ -24,27 +25,36 @@ class AfterBatch:
 
     def __init__(
         self,
-        context: "RunContext",
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        logger_output: LoggerOutput,
         fit: FitState,
         schedulers: Schedulers,
+        schedule: ValidationSchedule,
+        end: EndOnSignal,
+        *,
+        validates: bool,
         validate: Callable[[bool], None],
         note_replicas: Callable[[], None],
     ) -> None:
-        state = context.state
-        self.context = context
+        self.strategy = strategy
+        self.logs = logger_output.logs
+        self.end = end
         self.fit = fit
         self.state = state
         self.progress = fit.progress
         self.schedulers = schedulers
         self.note_replicas = note_replicas
-        self.validate = context.hooks.wrapped(validate, "validation")
-        self.log_metrics = context.hooks.wrapped(context.logger_output.log_metrics, "log_metrics")
-        self.stopping = Stopping(context, fit)
-        self.schedule = ValidationSchedule(context, fit, self.stopping)
-        self.validates = context.validates_in_epoch
+        self.validate = hooks.wrapped(validate, "validation")
+        self.log_metrics = hooks.wrapped(logger_output.log_metrics, "log_metrics")
+        self.stopping = schedule.stopping
+        self.schedule = schedule
+        self.validates = validates
         # The list itself: callbacks may add to it.
         self.scheduled = state.lr_scheduler_configs
-        self.steps = fit.progress.steps(automatic=context.module.automatic_optimization)
+        self.steps = fit.progress.steps(automatic=module.automatic_optimization)
         self.log_every = 1 if state.fast_dev_run else state.log_every_n_steps
         self.writes = bool(state.loggers or state.metric_listeners) and self.log_every > 0
 
@@ -69,7 +79,7 @@ class AfterBatch:
         if last and write and self.writes:
             is_logged_step = (progress.batches_that_stepped + 1) % self.log_every == 0
             if is_logged_step or state.should_stop:
-                self.log_metrics(self.context.logs.step_metrics())
+                self.log_metrics(self.logs.step_metrics())
         # 2. Validation, and the schedulers that may watch its values.
         if self.validates and validate and self.schedule.is_due(index):
             self.validate(last)
@@ -84,7 +94,7 @@ class AfterBatch:
                 logger.save()
             done = done or self.stopping.may_stop()
         if state.received_sigterm and not done:
-            leave_training(self.context)
+            self.end.in_training()
         return done
 
     def _meet(self, last: bool) -> None:
@@ -99,5 +109,5 @@ class AfterBatch:
         """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""
         self.fit.mark_uneven(False)
         state = self.state
-        if is_true_in_any(state.should_stop, self.context.strategy.processes) and not state.should_stop:
+        if is_true_in_any(state.should_stop, self.strategy.processes) and not state.should_stop:
             state.should_stop = True

@@ -13,33 +13,36 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.strategies.strategy import splitter_of
+from equipoise.strategies.strategy import Strategy, splitter_of
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.monitors import check_monitors
-from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
 from equipoise.trainer.evaluation.shared_metrics import separated_metrics
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.loops.position import before_validation, leave_epoch
+from equipoise.trainer.loops.position import PositionOfRun
 from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
-from equipoise.trainer.optimization.automatic import AutomaticOptimization
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
-from equipoise.trainer.optimization.steps.step_extension import StepClass, step_extensions
+from equipoise.trainer.optimization.training_steps import TrainingSteps
 from equipoise.trainer.runtime.preflight import warn_of_eval_mode
-from equipoise.trainer.runtime.signals import leave_training
+from equipoise.trainer.runtime.run_data import RunData
+from equipoise.trainer.runtime.signals import EndOnSignal
 from equipoise.trainer.state.hook_state import HookState
 
 if TYPE_CHECKING:
     from equipoise.parallel.divergence.replica_check import ReplicaCheck
+    from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
     from equipoise.trainer.loops.resumption import Resumption
+    from equipoise.trainer.optimization.automatic import AutomaticOptimization
     from equipoise.trainer.optimization.manual import ManualOptimization
-    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["FitLoop"]
@@ -49,6 +52,8 @@ class FitLoop:
     """The training loop.
 
     Attributes:
+        has_begun: Whether a run has begun.
+        position: Collects the position of the present run for checkpoints.
         fit: State that outlives a run, so that a second `fit` continues where the first ended.
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
@@ -56,25 +61,40 @@ class FitLoop:
         later_files: Checkpoints that are newer than the one that this run resumes from.
         last_writes: The steps at which checkpoint callbacks have written their last files before the validation whose
             value they rank, by their keys.
-        step_class: Creates the compiled or captured training step of an epoch; None if steps are eager.
         uncounted_steps: Warns of steps by hand that are not counted; None if steps are automatic, or outside of a run.
         replica_check: Compares replicas between processes; None if there are none, or outside of a run.
     """
 
-    context: "RunContext"
+    # The parts of the present run.
+    module: LightningModule
+    strategy: Strategy
+    hooks: Hooks
+    data: RunData
+    training_steps: TrainingSteps
+    end: EndOnSignal
+    position: PositionOfRun
     hook_state: HookState
     schedulers: Schedulers
     stopping: Stopping
     weight: BatchWeight
     optimization: "AutomaticOptimization | ManualOptimization"
 
-    def __init__(self, state: "RunState", val_loop: "EvaluationLoop") -> None:
+    def __init__(
+        self,
+        state: "RunState",
+        logger_output: LoggerOutput,
+        val_loop: "EvaluationLoop",
+        is_validation_enabled: Callable[[], bool],
+    ) -> None:
         self.state = state
+        self.logger_output = logger_output
+        self.logs = logger_output.logs
         self.val_loop = val_loop
+        self.is_validation_enabled = is_validation_enabled
+        self.has_begun = False
         self.fit = FitState(state.progress)
         self.resumption: Resumption | None = None
         self.loss_watch: LossWatch | None = None
-        self.step_class: StepClass | None = None
         self.uncounted_steps: UncountedSteps | None = None
         self.replica_check: ReplicaCheck | None = None
         self.later_files: set[str] = set()
@@ -84,17 +104,32 @@ class FitLoop:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what outlives a run, for another process."""
-        without_run = FitLoop(self.state, self.val_loop)
+        without_run = FitLoop(self.state, self.logger_output, self.val_loop, self.is_validation_enabled)
         return {**vars(without_run), "fit": self.fit}
 
     # One run.
 
-    def begin_run(self, context: "RunContext") -> None:
-        """Forget what belongs to earlier runs."""
-        self.context = context
+    def begin_run(
+        self,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        data: RunData,
+        training_steps: TrainingSteps,
+        end: EndOnSignal,
+    ) -> None:
+        """Take the parts of a run, and forget what belongs to earlier ones."""
+        self.has_begun = True
+        self.module = module
+        self.strategy = strategy
+        self.hooks = hooks
+        self.data = data
+        self.training_steps = training_steps
+        self.end = end
         self.later_files = set()
         self.last_writes = {}
-        self.hook_state = HookState(context, self.fit.data, self.val_loop)
+        self.position = PositionOfRun(self.state, module, strategy, hooks, self.logs, self.fit, self.val_loop)
+        self.hook_state = HookState(self.state, strategy, hooks, self.fit.data, self.val_loop)
         self.fit.begin_run(self.hook_state)
 
     def note_later_files(self, paths: set[str]) -> None:
@@ -112,19 +147,20 @@ class FitLoop:
 
         self.fit.run = ours.get("run", self.fit.run)
         self.fit.switches.resume(ours.get("switches", {}))
-        self.resumption = resume(self.context, self.fit, self.val_loop, loop_state, ours)
+        self.resumption = resume(
+            self.state, self.module, self.strategy, self.hooks, self.logs, self.fit, self.val_loop, loop_state, ours
+        )
 
-    def run(self, context: "RunContext") -> None:
+    def run(self) -> None:
         """Train until `max_epochs`, `max_steps`, `max_time` or a request to stop."""
-        hooks = context.hooks
+        module = self.module
+        strategy = self.strategy
+        hooks = self.hooks
         # 1. Bind what belongs to this run, and request the loaders.
-        self.context = context
-        self.schedulers = Schedulers(context, self.fit.progress, self._awaits_validation)
-        self.stopping = Stopping(context, self.fit)
-        splitter = splitter_of(context.strategy, context.module)
-        self.weight = BatchWeight(splitter, context.strategy.processes.data.world_size)
-        for extension in step_extensions(self.state):
-            self.step_class = extension.step_class(context) or self.step_class
+        self.schedulers = Schedulers(self.state, module, strategy.processes, hooks, self.logs, self._awaits_validation)
+        self.stopping = Stopping(self.state, module, self.fit)
+        self.weight = BatchWeight(splitter_of(strategy, module), strategy.processes.data.world_size)
+        self.training_steps.begin()
         self.load_data()
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
@@ -150,19 +186,19 @@ class FitLoop:
             self._prepare_to_train()
         hooks.call("on_train_start")
         # Hooks of the start may turn them back.
-        self.fit.switches.begin(context.module)
+        self.fit.switches.begin(module)
         self.hook_state.begin()
         if self.resumption is not None:
             self.hook_state.bring_back(in_epoch=self.resumption.in_epoch)
         if not is_finished:
             self._train()
             # Scripts under torchrun continue with the module in every process.
-            context.strategy.sync_buffers()
+            strategy.sync_buffers()
         # Before the hooks: a resumed run must not call them again.
         self.fit.end()
         hooks.call("on_train_end")
         if hooks.copies_weights:
-            context.strategy.sync_buffers()
+            strategy.sync_buffers()
         # Below the line that a progress bar leaves of the last epoch.
         self.stopping.say_why()
 
@@ -173,14 +209,17 @@ class FitLoop:
         if self.state.current_epoch == 0 and self.resumption is None:
             self._start_stream()
         self._load_validation_data()
-        warn_of_eval_mode(self.context.module)
-        self.loss_watch = LossWatch(self.context, self.fit.batches_done)
-        by_hand = not self.context.module.automatic_optimization
-        self.uncounted_steps = UncountedSteps(self.context) if by_hand else None
+        warn_of_eval_mode(self.module)
+        self.loss_watch = LossWatch(self.state, self.module, self.strategy, self.fit.batches_done)
+        self.uncounted_steps = None
+        if not self.module.automatic_optimization:
+            from equipoise.trainer.diagnostics.uncounted_steps import UncountedSteps
+
+            self.uncounted_steps = UncountedSteps(self.state, self.module)
         self._begin_replica_check()
 
     def _begin_replica_check(self) -> None:
-        strategy = self.context.strategy
+        strategy = self.strategy
         if strategy.processes.world_size == 1:
             return
         from equipoise.parallel.divergence.replica_check import ReplicaCheck
@@ -188,14 +227,14 @@ class FitLoop:
 
         if strategy.replicated_tensors() == Replicated():
             return
-        self.replica_check = ReplicaCheck(strategy.replicated_tensors, strategy.processes, self.context.global_step)
+        self.replica_check = ReplicaCheck(strategy.replicated_tensors, strategy.processes, self.global_step)
         self.fit.await_step(True)
 
     def _load_validation_data(self) -> None:
         """Request the validation loaders before the first validation, so that a progress bar knows their length."""
-        if self.context.validates_in_epoch and self.val_loop.loaders is None:
+        if self.validates_in_epoch and self.val_loop.loaders is None:
             self.state.begin_validation()
-            self.val_loop.load_data(self.context)
+            self.val_loop.load_data()
             self.state.end_validation()
 
     def _train(self) -> None:
@@ -204,7 +243,7 @@ class FitLoop:
             self.resumption = None
         while not self.stopping.is_over():
             self._begin_epoch()
-            with self.context.profile("run_training_epoch"):
+            with self.hooks.profile("run_training_epoch"):
                 self._run_epoch()
             self._end_epoch()
 
@@ -214,16 +253,25 @@ class FitLoop:
         with ExitStack() as closing:
             if self._close_epoch_hooks is not None:
                 closing.callback(self._close_epoch_hooks)
-            if self.step_class is not None:
-                closing.callback(self.step_class.close)
+            if self.has_begun:
+                closing.callback(self.training_steps.close)
             closing.callback(self.fit.data.close)
             if self.loss_watch is not None:
                 closing.callback(self.loss_watch.close)
             self._close_epoch_hooks = None
             self.loss_watch = None
-            self.step_class = None
             self.uncounted_steps = None
             self.replica_check = None
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimiser steps done, over all optimisers; it is not reset."""
+        return self.state.progress.global_step(self.module)
+
+    @property
+    def validates_in_epoch(self) -> bool:
+        """True if the fit validates in the present epoch."""
+        return self.is_validation_enabled() and self.state.is_validation_epoch
 
     # Data.
 
@@ -235,7 +283,7 @@ class FitLoop:
             return
         is_first = data.loaders is None
         is_repeated = not is_first or (state.current_epoch > 0 and self.resumption is None)
-        data.request(self.context)
+        data.request(state, self.module, self.strategy, self.data.request_loaders)
         self.fit.schedule_validation(state.batches_between_validations(data.max_batches, has_length=data.has_length))
         # Lightning opens the loaders here, too: shuffles would differ without this draw.
         if is_repeated and data.loaders is not None:
@@ -244,14 +292,12 @@ class FitLoop:
             data.warn_of_rare_logs(state)
             data.report_long_window(state)
 
-    def estimated_steps(self, context: "RunContext | None") -> int | float:
+    def estimated_steps(self) -> int | float:
         """Return the number of optimiser steps of the whole training, as far as it can be known.
 
-        Args:
-            context: The run, whose loaders are requested; None before the first run.
+        The loaders of the run are requested; before the first run there are none.
         """
-        if context is not None and self.state.max_epochs != -1:
-            self.context = context
+        if self.has_begun and self.state.max_epochs != -1:
             self.load_data()
         return self.fit.data.estimated_steps(self.state)
 
@@ -286,7 +332,7 @@ class FitLoop:
             self.fit.end_early(early=False)
             self.fit.note_validation(in_epoch=False)
             progress.epoch.current.make_ready()
-            self.context.hooks.call("on_train_epoch_start")
+            self.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()
             progress.begin_epoch()
         self.hook_state.report()
@@ -297,13 +343,17 @@ class FitLoop:
     def _run_epoch(self) -> None:
         assert self.loss_watch is not None
         epoch = TrainingEpoch(
-            self.context,
+            self.state,
+            self.strategy,
+            self.hooks,
+            self.logs,
+            self.data,
             self.fit,
             schedulers=self.schedulers,
+            training_steps=self.training_steps,
             weight=self.weight,
             loss_watch=self.loss_watch,
             after_batch=self._after_batch(),
-            step_class=self.step_class,
         )
         self.optimization = epoch.optimization
         self._close_epoch_hooks = self.optimization.close
@@ -316,74 +366,91 @@ class FitLoop:
         self._close_epoch_hooks()
 
     def _after_batch(self) -> AfterBatch:
-        return AfterBatch(self.context, self.fit, self.schedulers, self._validate, self._note_replicas)
+        return AfterBatch(
+            self.state,
+            self.module,
+            self.strategy,
+            self.hooks,
+            self.logger_output,
+            self.fit,
+            self.schedulers,
+            self._schedule(),
+            self.end,
+            validates=self.validates_in_epoch,
+            validate=self._validate,
+            note_replicas=self._note_replicas,
+        )
+
+    def _schedule(self) -> ValidationSchedule:
+        return ValidationSchedule(self.state, self.strategy, self.fit, self.stopping)
 
     def _note_replicas(self) -> None:
         """Compare replicas after the first step, or leave it to the next comparison where the step would wait."""
         assert self.replica_check is not None
-        self.replica_check.note(self.context.global_step)
+        self.replica_check.note(self.global_step)
         # On a GPU the host would wait for the digests.
-        if self.context.strategy.root_device.type == "cpu":
+        if self.strategy.root_device.type == "cpu":
             self.replica_check.compare_noted()
 
     def _end_epoch(self) -> None:
         """Call `on_train_epoch_end`, and let schedulers and loggers see the epoch's values."""
-        hooks = self.context.hooks
+        hooks = self.hooks
         epoch = self.fit.progress.epoch.current
         # 1. Note where a limit has cut the epoch short.
         if not self.fit.batches_done():
-            self.fit.leave_epoch(leave_epoch(self.context, self.fit, self.val_loop))
+            self.fit.leave_epoch(self.position.at_left_epoch())
         all_have_trained = self.fit.data.open_stream.whole > 0
         self.fit.data.leave_stream()
-        self.context.logs.end_batches()
+        self.logs.end_batches()
         epoch.process()
         # 2. Callbacks that monitor a metric come last, to see what the module logs in its own hook.
         hooks.call_callbacks("on_train_epoch_end", monitoring=False)
         call_module = hooks.bind_module("on_train_epoch_end")
         if call_module is not None:
             call_module()
-        self.context.logs.share_values()
+        self.logs.share_values()
         if epoch.processed == 1:
-            check_monitors(self.context, has_validated=self.val_loop.has_run)
+            check_monitors(
+                self.state, self.logs, validates=self.is_validation_enabled(), has_validated=self.val_loop.has_run
+            )
         hooks.call_callbacks("on_train_epoch_end", monitoring=True)
         # 3. Schedulers and loggers.
         self._hand_on_epoch()
         epoch.complete()
         if self.replica_check is not None:
-            self.replica_check.compare(self.context.global_step, buffers=all_have_trained)
+            self.replica_check.compare(self.global_step, buffers=all_have_trained)
         if self.state.received_sigterm:
-            leave_training(self.context)
+            self.end.in_training()
 
     def _hand_on_epoch(self) -> None:
         """Let schedulers and loggers see the epoch's values, and forget them."""
         if self.fit.batches_done():
             self.schedulers.after_epoch()
-        log_metrics = self.context.hooks.wrapped(self.context.logger_output.log_metrics, "log_metrics")
+        log_metrics = self.hooks.wrapped(self.logger_output.log_metrics, "log_metrics")
         # The callbacks above may have logged as well.
-        self.context.logs.share_values()
+        self.logs.share_values()
         with self.fit.progress.at_last_step():
-            log_metrics(self.context.logs.metrics())
-        self.context.logs.reset()
+            log_metrics(self.logs.metrics())
+        self.logs.reset()
 
     # Validation, and what callbacks ask.
 
     def _validate(self, window_ended: bool) -> None:
         """Validate between two batches."""
-        context = self.context
         if self.replica_check is not None:
             self.replica_check.compare_noted()
         self.fit.note_validation(in_epoch=True)
-        self.fit.note_before_validation(before_validation(context.module, self.fit, self.val_loop))
+        self.fit.note_before_validation(self.position.before_validation())
         self.state.begin_validation()
-        self.fit.switches.enter_validation(context.module)
+        self.fit.switches.enter_validation(self.module)
         # The memory of the gradients is free during the validation.
         if window_ended:
-            context.hooks.call_module("on_validation_model_zero_grad")
-        outer = context.logs.enter(self.val_loop.collection)
+            self.hooks.call_module("on_validation_model_zero_grad")
+        outer = self.logs.enter(self.val_loop.collection)
         earlier_names = self.fit.validated_metrics
-        with separated_metrics(context.module, self.fit.collection, self.val_loop.collection, earlier_names):
-            self.val_loop.run(context)
-        context.logs.leave(outer)
+        with separated_metrics(self.module, self.fit.collection, self.val_loop.collection, earlier_names):
+            self.val_loop.run()
+        self.logs.leave(outer)
         self.fit.restart_clock()
         self.fit.switches.leave_validation()
         self.state.end_validation()
@@ -407,15 +474,14 @@ class FitLoop:
 
     def validates_next(self) -> bool:
         """Return True if validation follows the present batch; called in all processes together."""
-        schedule = ValidationSchedule(self.context, self.fit, self.stopping)
         index = self.fit.progress.batch.current.ready - 1
-        return self.context.validates_in_epoch and schedule.is_due(index)
+        return self.validates_in_epoch and self._schedule().is_due(index)
 
     def _awaits_validation(self, name: str) -> bool:
         """Return True if a value is still to come: validations log it, and the present epoch had none."""
-        if self.fit.has_validated_in_epoch or not self.context.can_validate:
+        if self.fit.has_validated_in_epoch or not self.data.can_validate:
             return False
-        if name in self.context.logs.callback_metrics:
+        if name in self.logs.callback_metrics:
             return self.is_validated(name)
         return not self.val_loop.has_run
 
@@ -432,7 +498,7 @@ class FitLoop:
         """Run the rest of an epoch whose last hook wrote the checkpoint."""
         if resumption.position is not None:
             resumption.load_logs()
-            self.context.logs.end_batches()
+            self.logs.end_batches()
             resumption.load_random_state()
             # Checkpoint callbacks read how many batches there are.
             self._load_validation_data()
@@ -447,7 +513,7 @@ class FitLoop:
         if position is not None and not resumption.at_epoch_end:
             resumption.load_logs()
             has_begun_batches = resumption.in_epoch and self.fit.progress.batch.current.ready > 0
-            self.context.logs.resume_batches(has_begun_batches)
+            self.logs.resume_batches(has_begun_batches)
         # 2. The order of the batches.
         if resumption.in_epoch:
             self._begin_epoch()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.checkpointing.module.switches import Switches
 from equipoise.trainer.data.training_data import TrainingData
 from equipoise.trainer.logging.collection import Collection
@@ -43,6 +44,8 @@ class FitState(SentState):
             the last one.
         has_validated_in_epoch: True if a validation has begun in the present epoch.
         hook_state: State that hooks have set in the objects of the present run; None before the first.
+        unplaced: Hyperparameters that hold networks, as they were before the strategy changed layers; None if it does
+            not.
         is_uneven: True during a step for which some processes may have no batch.
         awaits_step: True until replicas are compared after the first optimiser step of a run.
         meets: True if the processes exchange something at the end of the present batch, for one of these two reasons.
@@ -73,6 +76,7 @@ class FitState(SentState):
     has_validated_in_epoch: bool = field(default=False, metadata=RESULT)
     is_uneven: bool = False
     hook_state: HookState | None = field(default=None, metadata=LOCAL)
+    unplaced: UnplacedHyperparameters | None = field(default=None, metadata=LOCAL)
     awaits_step: bool = False
     meets: bool = False
 
@@ -107,6 +111,7 @@ class FitState(SentState):
         """
         self.switches = Switches()
         self.hook_state = hook_state
+        self.unplaced = None
         self.data.forget()
 
     def note_validation(self, *, in_epoch: bool) -> None:

@@ -8,56 +8,116 @@ that the epoch has logged so far.
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from lightning.pytorch import LightningModule
 
 from equipoise.interop.metrics import metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.plain.copies import copied
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.file import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import random_state_of
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.state.run_state import RunState
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
-    from equipoise.trainer.runtime.run_context import RunContext
 
-__all__ = ["before_validation", "leave_epoch", "position_of"]
+__all__ = ["PositionOfRun"]
 
 
-def position_of(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
-    """Return what a checkpoint needs, beside the counters, to continue exactly."""
-    assert fit.hook_state is not None
-    module = context.module
-    data = fit.data
-    names = {id(metric): name for name, metric in named_metrics(module).items()}
-    # What the validation has logged may be metrics of the module.
-    validated = {names.get(id(entry.metric)) for entry in val_loop.collection.entries.values()} - {None}
-    return {
-        "random_state": random_state_of(data.flat),
-        "epoch_random_state": data.epoch_random_state,
-        "order_drawn": data.stream is not None,
-        "skipped_steps": fit.progress.skipped_steps,
-        "ahead": _storable_ahead(data.stream),
-        "batch_end": _storable_batch_end(context),
-        "window": fit.window.state_dict(),
-        # Those of an unfinished window, in the order of the optimisers' parameters.
-        "gradients": context.strategy.portable.gradients(context.state.optimizers, window_is_open=fit.window.is_open),
-        "logs": context.logs.state_dict(fit.collection, names),
-        "metrics": metric_states(module),
-        "hook_state": fit.hook_state.changes(),
-        "data_before_order": fit.hook_state.before_order,
-        "metrics_of_validation": sorted(fit.validated_metrics.union(validated)),
-        "validated": sorted(fit.validated | val_loop.collection.names()),
-        "before_validation": fit.before_validation,
-        "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},
-        "val_loaders": val_loop.loaders_state(),
-        "stopped_by": sorted(context.state.stop_requests - {""}),
-        "has_ended": fit.has_ended,
-        "has_ended_early": fit.has_ended_early,
-        "has_validated_in_epoch": fit.has_validated_in_epoch,
-    }
+class PositionOfRun:
+    """The position of a training run, collected when a checkpoint is written or an epoch is left.
+
+    Args:
+        state: Contains the optimisers and the requests to stop.
+        module: The user's module.
+        strategy: The strategy.
+        hooks: The hooks.
+        logs: The logged values.
+        fit: The state of training.
+        val_loop: The loop that validates inside the fit.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        logs: Logs,
+        fit: FitState,
+        val_loop: "EvaluationLoop",
+    ) -> None:
+        self._state = state
+        self._module = module
+        self._strategy = strategy
+        self._hooks = hooks
+        self._logs = logs
+        self._fit = fit
+        self._val_loop = val_loop
+
+    def now(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, beside the counters, to continue exactly."""
+        fit = self._fit
+        assert fit.hook_state is not None
+        module = self._module
+        data = fit.data
+        names = {id(metric): name for name, metric in named_metrics(module).items()}
+        # What the validation has logged may be metrics of the module.
+        logged = self._val_loop.collection
+        validated = {names.get(id(entry.metric)) for entry in logged.entries.values()} - {None}
+        portable = self._strategy.portable
+        return {
+            "random_state": random_state_of(data.flat),
+            "epoch_random_state": data.epoch_random_state,
+            "order_drawn": data.stream is not None,
+            "skipped_steps": fit.progress.skipped_steps,
+            "ahead": _storable_ahead(data.stream),
+            "batch_end": _storable_batch_end(self._hooks.awaited),
+            "window": fit.window.state_dict(),
+            # Those of an unfinished window, in the order of the optimisers' parameters.
+            "gradients": portable.gradients(self._state.optimizers, window_is_open=fit.window.is_open),
+            "logs": self._logs.state_dict(fit.collection, names),
+            "metrics": metric_states(module),
+            "hook_state": fit.hook_state.changes(),
+            "data_before_order": fit.hook_state.before_order,
+            "metrics_of_validation": sorted(fit.validated_metrics.union(validated)),
+            "validated": sorted(fit.validated | logged.names()),
+            "before_validation": fit.before_validation,
+            "loaders": {"loaded_at": data.loaded_at, "workers": data.workers_before_pass()},
+            "val_loaders": self._val_loop.loaders_state(),
+            "stopped_by": sorted(self._state.stop_requests - {""}),
+            "has_ended": fit.has_ended,
+            "has_ended_early": fit.has_ended_early,
+            "has_validated_in_epoch": fit.has_validated_in_epoch,
+        }
+
+    def at_left_epoch(self) -> dict[str, Any]:
+        """Return what a run with higher limits needs to continue an epoch that this run leaves before its end.
+
+        It is called after the last batch, and before the hooks of the epoch's end.
+        """
+        position = self.now()
+        position["batch_is_done"] = True
+        # These continue changing.
+        for name in ("logs", "gradients"):
+            position[name] = deepcopy(position[name])
+        positions = self._strategy.processes.data.gather_objects(position)
+        return {"loop": self._fit.state_dict(), "positions": positions}
+
+    def before_validation(self) -> dict[str, Any]:
+        """Return the state that a validation changes, so that one which was killed can begin anew."""
+        assert self._fit.hook_state is not None
+        return {
+            "random_state": random_state_of(self._fit.data.flat),
+            "metrics": metric_states(self._module),
+            "hook_state": self._fit.hook_state.changes(),
+            "val_loaders": self._val_loop.loaders_state(),
+        }
 
 
 def _storable_ahead(stream: BatchStream | None) -> list[Any]:
@@ -67,31 +127,7 @@ def _storable_ahead(stream: BatchStream | None) -> list[Any]:
     return [stream.ahead]
 
 
-def _storable_batch_end(context: "RunContext") -> list[Any] | None:
+def _storable_batch_end(awaited: tuple[Any, ...]) -> list[Any] | None:
     """Return the arguments of the module's `on_train_batch_end`, if that follows; None if no file can hold them."""
-    arguments = list(context.hooks.awaited)
+    arguments = list(awaited)
     return copied(arguments) if is_plain(arguments) else None
-
-
-def leave_epoch(context: "RunContext", fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
-    """Return what a run with higher limits needs to continue an epoch that this run leaves before its end.
-
-    It is called after the last batch, and before the hooks of the epoch's end.
-    """
-    position = position_of(context, fit, val_loop)
-    position["batch_is_done"] = True
-    # These continue changing.
-    for name in ("logs", "gradients"):
-        position[name] = deepcopy(position[name])
-    return {"loop": fit.state_dict(), "positions": context.strategy.processes.data.gather_objects(position)}
-
-
-def before_validation(module: nn.Module, fit: FitState, val_loop: "EvaluationLoop") -> dict[str, Any]:
-    """Return the state that a validation changes, so that one which was killed can begin anew."""
-    assert fit.hook_state is not None
-    return {
-        "random_state": random_state_of(fit.data.flat),
-        "metrics": metric_states(module),
-        "hook_state": fit.hook_state.changes(),
-        "val_loaders": val_loop.loaders_state(),
-    }

@@ -15,6 +15,7 @@ yields them now.
 
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
@@ -22,30 +23,36 @@ from equipoise.interop.lightning.checkpoint_hooks import finish_save
 from equipoise.interop.metrics import load_metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.plain.copies import copied
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
-from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.trainer.hooks.hooks import Hooks, state_key_of
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.state.run_state import RunState
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
-    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["Resumption", "resume"]
 
 
 def resume(
-    context: "RunContext",
+    state: RunState,
+    module: LightningModule,
+    strategy: Strategy,
+    hooks: Hooks,
+    logs: Logs,
     fit: FitState,
     val_loop: "EvaluationLoop",
     loop_state: dict[str, Any],
     ours: dict[str, Any],
 ) -> "Resumption":
     """Prepare training to continue from a checkpoint, once its counters are loaded; see `FitLoop.resume`."""
-    state = context.state
     # 1. The position of the first process.
     position = ours.get("position")
     positions = ours.get("positions", [])
@@ -57,7 +64,7 @@ def resume(
     # 2. An epoch that a limit has cut short continues there, if the limits now allow it.
     left = ours.get("left")
     fit.leave_epoch(left)
-    limit_is_reached = 0 <= state.max_steps <= context.global_step or state.should_stop
+    limit_is_reached = 0 <= state.max_steps <= state.progress.global_step(module) or state.should_stop
     if left is not None and not limit_is_reached:
         loop_state = left["loop"]
         positions = left["positions"]
@@ -69,20 +76,35 @@ def resume(
     number = 0
     if position is not None:
         positions = positions or [position]
-        position = _position_here(context, positions)
-        rank = context.strategy.processes.data.rank
-        if rank >= len(positions) and not context.strategy.processes.has_one_state:
+        position = _position_here(module, strategy.processes, positions)
+        rank = strategy.processes.data.rank
+        if rank >= len(positions) and not strategy.processes.has_one_state:
             number = rank
     saving_states = ours.get("checkpoint_callbacks")
-    return Resumption(context, fit, val_loop, position, loop_state, written_in, saving_states, number)
+    return Resumption(
+        state,
+        module,
+        strategy,
+        hooks,
+        logs,
+        fit,
+        val_loop,
+        position,
+        loop_state,
+        written_in=written_in,
+        saving_states=saving_states,
+        number=number,
+    )
 
 
-def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> dict[str, Any]:
+def _position_here(
+    module: LightningModule, processes_of_run: Processes, positions: list[dict[str, Any]]
+) -> dict[str, Any]:
     from equipoise.trainer.runtime.merged_positions import merged_position
 
-    if context.strategy.processes.has_one_state:
+    if processes_of_run.has_one_state:
         return positions[0]
-    processes = context.strategy.processes.data
+    processes = processes_of_run.data
     written_by = len(positions)
     if written_by == processes.world_size:
         return positions[processes.rank]
@@ -91,14 +113,18 @@ def _position_here(context: "RunContext", positions: list[dict[str, Any]]) -> di
             f"Ranks from {written_by} on draw new random numbers, which follow from those of rank 0: the checkpoint has"
             " no generators of theirs."
         )
-    return merged_position(positions, context.module, processes.rank, processes.world_size)
+    return merged_position(positions, module, processes.rank, processes.world_size)
 
 
 class Resumption:
     """Restores the position of a checkpoint. It lives until the epoch in which the file was written has ended.
 
     Args:
-        context: The run.
+        state: Contains the settings, counters and optimisers.
+        module: The user's module.
+        strategy: The strategy.
+        hooks: The hooks.
+        logs: The logged values.
         fit: The state of training, its counters already those of the checkpoint.
         val_loop: The loop that validates inside the fit.
         position: The position that `position_of` returned; None for a checkpoint of Lightning.
@@ -118,16 +144,25 @@ class Resumption:
 
     def __init__(
         self,
-        context: "RunContext",
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        logs: Logs,
         fit: FitState,
         val_loop: "EvaluationLoop",
         position: dict[str, Any] | None,
         loop_state: dict[str, Any],
+        *,
         written_in: list[str] | None = None,
         saving_states: dict[str, Any] | None = None,
         number: int = 0,
     ) -> None:
-        self.context = context
+        self.state = state
+        self.module = module
+        self.strategy = strategy
+        self.hooks = hooks
+        self.logs = logs
         self.fit = fit
         self.val_loop = val_loop
         self.position = position
@@ -241,37 +276,35 @@ class Resumption:
         """Restore the values that the epoch had logged, and the states of the metrics."""
         if self.position is None:
             return
-        module = self.context.module
-        self.context.logs.load_state_dict(self.position["logs"], self.fit.collection, named_metrics(module))
-        load_metric_states(module, self.position["metrics"])
+        self.logs.load_state_dict(self.position["logs"], self.fit.collection, named_metrics(self.module))
+        load_metric_states(self.module, self.position["metrics"])
 
     def load_gradients(self) -> None:
         """Restore the gradients of an unfinished accumulation window."""
         # There are none between two windows.
         if self.position is not None:
-            portable = self.context.strategy.portable
-            portable.load_gradients(self.context.state.optimizers, self.position["gradients"])
+            self.strategy.portable.load_gradients(self.state.optimizers, self.position["gradients"])
 
     def restore_before_validation(self) -> None:
         """Restore the state before a validation that was killed, which begins anew."""
         if self.position is not None and self.position["before_validation"]:
             before = self.position["before_validation"]
             load_random_state(self.fit.data.flat, before["random_state"])
-            load_metric_states(self.context.module, before["metrics"])
+            load_metric_states(self.module, before["metrics"])
             self.hook_state.restore(before.get("hook_state", {}))
 
     def end_validation(self) -> None:
         """Run the work that follows a validation whose last hook wrote the checkpoint."""
         if self.position is None:
             return
-        state = self.context.state
+        state = self.state
         # 1. The checkpoint callbacks after the one that wrote the file, and the module.
         state.begin_validation()
         if self.finish_hook("on_validation_end"):
             self._call_module_in_validation()
         state.end_validation()
         # 2. The metrics that the validation has logged. Training continues with those that it logs, too.
-        metrics = named_metrics(self.context.module)
+        metrics = named_metrics(self.module)
         trained = {id(entry.metric) for entry in self.fit.collection.entries.values()}
         before = self.position["before_validation"].get("metrics", {})
         states = {}
@@ -280,18 +313,18 @@ class Resumption:
                 metrics[name].reset()
                 if id(metrics[name]) in trained and name in before:
                     states[name] = before[name]
-        load_metric_states(self.context.module, states)
+        load_metric_states(self.module, states)
 
     def _call_module_in_validation(self) -> None:
         """Call the module's `on_validation_end` with gradients off and in its modes of evaluation."""
-        hooks = self.context.hooks
+        hooks = self.hooks
         call = hooks.bind_module("on_validation_end")
         if call is None:
             return
-        with without_gradients(inference_mode=False), Modes(self.context.module) as modes:
+        with without_gradients(inference_mode=False), Modes(self.module) as modes:
             hooks.call_module("on_validation_model_eval")
             call()
-            modes.restore(self.context.module)
+            modes.restore(self.module)
 
     def end_batch(self, index: int) -> None:
         """Run the rest of `on_train_batch_end`, if a checkpoint callback wrote the file in it.
@@ -300,7 +333,7 @@ class Resumption:
             index: The index of the batch in the epoch.
         """
         name = "on_train_batch_end"
-        call = self.context.hooks.bind_module(name)
+        call = self.hooks.bind_module(name)
         if not self.finish_hook(name, {}, None, index) or call is None or self.position is None:
             return
         arguments = self.position.get("batch_end", [])
@@ -311,10 +344,10 @@ class Resumption:
                 f" of them. Count and collect in `training_step` or `on_train_epoch_end` instead of `{name}`."
             )
         elif arguments:
-            outputs, batch, batch_idx = copied(arguments, self.context.strategy.root_device)
-            self.context.logs.begin_batch(batch, None, self.fit.data.open_stream.counts.of(index))
+            outputs, batch, batch_idx = copied(arguments, self.strategy.root_device)
+            self.logs.begin_batch(batch, None, self.fit.data.open_stream.counts.of(index))
             call(outputs, batch, batch_idx)
-            self.context.logs.end_batch()
+            self.logs.end_batch()
 
     def finish_hook(self, name: str, *args: Any) -> bool:
         """Finish the hook in which a checkpoint callback wrote the file, and call that of those after it.
@@ -328,7 +361,7 @@ class Resumption:
         """
         if self.written_in is None or self.written_in[0] != name:
             return False
-        hooks = self.context.hooks
+        hooks = self.hooks
         key = self.written_in[1]
         for callback in hooks.callbacks:
             if state_key_of(callback) == key and hooks.fit is not None:

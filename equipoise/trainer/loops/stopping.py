@@ -1,14 +1,11 @@
 """Decide whether training ends: limits, and `trainer.should_stop`."""
 
-from typing import TYPE_CHECKING
-
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.loops.fit_state import FitState
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Stopping"]
 
@@ -16,19 +13,24 @@ __all__ = ["Stopping"]
 class Stopping:
     """Decides when training ends."""
 
-    def __init__(self, context: "RunContext", fit: FitState) -> None:
-        self.context = context
-        self.state = context.state
+    def __init__(self, state: RunState, module: LightningModule, fit: FitState) -> None:
+        self.state = state
+        self.module = module
         self.fit = fit
         # The name of the limit that is reached.
         self._limit = ""
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimiser steps done."""
+        return self.fit.progress.global_step(self.module)
 
     def is_over(self) -> bool:
         """Return True if training ends here, between two epochs."""
         state = self.state
         epoch = self.fit.progress.epoch.current
         # 1. The limits.
-        if 0 <= state.max_steps <= self.context.global_step:
+        if 0 <= state.max_steps <= self.global_step:
             self._limit = "max_steps"
             return True
         if state.max_epochs is not None and 0 <= state.max_epochs <= epoch.processed:
@@ -45,7 +47,7 @@ class Stopping:
 
     def warn_of_earlier_fit(self) -> None:
         """Warn that this fit trains nothing, if an earlier one has reached the limit."""
-        has_trained = self.fit.progress.epoch.current.processed > 0 or self.context.global_step > 0
+        has_trained = self.fit.progress.epoch.current.processed > 0 or self.global_step > 0
         if self._limit and has_trained:
             rank_zero_warn(
                 f"`fit` trains nothing: an earlier fit of this Trainer has reached"
@@ -58,7 +60,7 @@ class Stopping:
         """Return True if `min_epochs` and `min_steps` are reached."""
         state = self.state
         enough_epochs = self.fit.progress.epoch.current.processed >= (state.min_epochs or 0)
-        return enough_epochs and self.context.global_step >= (state.min_steps or 0)
+        return enough_epochs and self.global_step >= (state.min_steps or 0)
 
     def may_stop(self) -> bool:
         """Return True if training may end after a request to stop; if it may not, report that once."""

@@ -1,21 +1,20 @@
 """The loop over the batches of a training epoch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.agreements import is_true_in_any
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
-from equipoise.trainer.optimization.automatic import AutomaticOptimization
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
-from equipoise.trainer.optimization.steps.step_extension import StepClass
-
-if TYPE_CHECKING:
-    from equipoise.trainer.optimization.manual import ManualOptimization
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.optimization.training_steps import TrainingSteps
+from equipoise.trainer.runtime.run_data import RunData
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["TrainingEpoch"]
 
@@ -24,13 +23,17 @@ class TrainingEpoch:
     """One epoch, or the rest of one. Everything is bound anew, since callbacks change settings between epochs.
 
     Args:
-        context: The run.
+        state: The settings.
+        strategy: The strategy.
+        hooks: The hooks.
+        logs: The logged values.
+        data: The data of the run.
         fit: The state of training, its stream open.
         schedulers: Step the learning-rate schedulers.
+        training_steps: Creates what takes the steps.
         weight: Finds the weight of a batch in its accumulation window.
         loss_watch: Reports a loss that is not finite.
         after_batch: Does what is due after a batch, and returns whether the epoch ends there.
-        step_class: Creates the training step. Default: None, a step that is not compiled.
 
     Attributes:
         optimization: Takes the steps.
@@ -38,55 +41,45 @@ class TrainingEpoch:
 
     def __init__(
         self,
-        context: "RunContext",
+        state: RunState,
+        strategy: Strategy,
+        hooks: Hooks,
+        logs: Logs,
+        data: RunData,
         fit: FitState,
         *,
         schedulers: Schedulers,
+        training_steps: TrainingSteps,
         weight: BatchWeight,
         loss_watch: LossWatch,
         after_batch: AfterBatch,
-        step_class: StepClass | None = None,
     ) -> None:
-        self.context = context
-        self.state = context.state
+        self.state = state
+        self.strategy = strategy
+        self.hooks = hooks
+        self.logs = logs
+        self.data = data
         self.fit = fit
         self.progress = fit.progress
         self.schedulers = schedulers
         self.loss_watch = loss_watch
         self.after_batch = after_batch
-        self.step_class = step_class
         # Called in place of on_train_batch_end where only other processes have a batch.
-        self._idle_end = context.hooks.bind_deciders("on_train_batch_end")
-        self.optimization = self._bind_optimization(fit.window, weight)
-
-    def _bind_optimization(
-        self, window: AccumulationWindow, weight: BatchWeight
-    ) -> "AutomaticOptimization | ManualOptimization":
-        window.resize(self.state.accumulate_grad_batches)
-        if not self.context.module.automatic_optimization:
-            from equipoise.trainer.optimization.manual import ManualOptimization
-
-            return ManualOptimization(self.context, weight)
-        return AutomaticOptimization(
-            self.context,
-            window,
-            weight,
-            skip_backward=self.fit.skip_backward,
-            count_skipped=self.loss_watch.count_skipped,
-            step_class=self.step_class,
+        self._idle_end = hooks.bind_deciders("on_train_batch_end")
+        self.optimization = training_steps.of_epoch(
+            fit.window, weight, skip_backward=fit.skip_backward, count_skipped=loss_watch.count_skipped
         )
 
     def run(self) -> None:
         """Run the batches."""
         # Bound once for all batches: a step looks nothing up by name.
-        context = self.context
-        hooks = context.hooks
-        logs = context.logs
+        hooks = self.hooks
+        logs = self.logs
         progress = self.progress.batch
         counts = progress.current
         window = self.state.accumulate_grad_batches
-        place = context.strategy.batch_to_devices
-        transfer = context.make_transfer()
+        place = self.strategy.batch_to_devices
+        transfer = self.data.make_transfer()
         skips = self._bind_start()
         batch_end = hooks.bind("on_train_batch_end")
         before_transfer = hooks.bind("on_before_batch_to_device")
@@ -100,7 +93,7 @@ class TrainingEpoch:
         data = self.fit.data
         stream = data.open_stream
         drawn = stream.counts.of
-        for batch in context.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
+        for batch in self.data.batches(stream, "[_TrainingEpochLoop].train_dataloader_next", index + 1):
             # 1. Count the batch, and copy it to the devices, in parts.
             index += 1
             progress.reach(index, stream.length)
@@ -143,11 +136,11 @@ class TrainingEpoch:
     def _bind_start(self) -> Callable[[Any, int, bool], bool] | None:
         """Bind `on_train_batch_start` so that it returns whether the rest of the epoch is skipped; None if never."""
         fit = self.fit
-        hook = self.context.hooks.bind("on_train_batch_start")
+        hook = self.hooks.bind("on_train_batch_start")
         if hook is None and not fit.data.together:
             return None
         stream = fit.data.open_stream
-        processes = self.context.strategy.processes
+        processes = self.strategy.processes
 
         def skips(batch: Any, index: int, has_batch: bool) -> bool:
             skipped = hook is not None and has_batch and hook(batch, index) == -1
@@ -186,7 +179,7 @@ class TrainingEpoch:
         self.after_batch(index, is_open, True, write=is_open)
 
     def _end_without_batch(self, index: int) -> None:
-        self.context.logs.forget_steps()
+        self.logs.forget_steps()
         if self._idle_end is not None:
             self._idle_end({}, None, index)
 

@@ -10,13 +10,11 @@ With a `val_check_interval` of
 
 import math
 import time
-from typing import TYPE_CHECKING
 
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.stopping import Stopping
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["ValidationSchedule"]
 
@@ -24,9 +22,9 @@ __all__ = ["ValidationSchedule"]
 class ValidationSchedule:
     """Decides after which batches of an epoch validation runs."""
 
-    def __init__(self, context: "RunContext", fit: FitState, stopping: Stopping) -> None:
-        self.state = context.state
-        self.strategy = context.strategy
+    def __init__(self, state: RunState, strategy: Strategy, fit: FitState, stopping: Stopping) -> None:
+        self.state = state
+        self.strategy = strategy
         self.fit = fit
         self.stopping = stopping
 

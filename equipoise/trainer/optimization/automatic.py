@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
@@ -25,16 +27,23 @@ from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import NO_RESULT, PartialOutputs, StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
+from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
+from equipoise.trainer.optimization.steps.module_step import training_forward_context
 from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
+from equipoise.trainer.state.run_state import RunState
 
 if TYPE_CHECKING:
     from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
+    from equipoise.trainer.recovery.micro_batching import FittingSizes
     from equipoise.trainer.recovery.recovery import Recovery
-    from equipoise.trainer.runtime.run_context import RunContext
 
 __all__ = ["AutomaticOptimization"]
 
@@ -63,37 +72,49 @@ class AutomaticOptimization:
 
     def __init__(
         self,
-        context: "RunContext",
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        precision: Precision,
+        logs: Logs,
+        optimizer: Optimizer,
         window: AccumulationWindow,
         batch_weight: BatchWeight,
         *,
+        as_lightning: Callable[[Optimizer], LightningOptimizer],
         skip_backward: bool,
         count_skipped: Callable[[], None],
-        step_class: StepClass | None = None,
+        step_class: StepClass | None,
+        fitting_sizes: "FittingSizes",
     ) -> None:
-        hooks = context.hooks
-        state = context.state
-        strategy = context.strategy
         self._state = state
         self._window = window
-        self._scaler = context.precision.scaler
+        self._scaler = precision.scaler
         self._counts = state.progress.optimizer_step.current
-        self._optimizer = context.stepped_optimizer()
-        self._are_several = _are_several(context)
+        self._optimizer = optimizer
+        self._are_several = _are_several(state.optimizers, module)
         _check_scaler(self._scaler, self._optimizer)
         self._scaled_steps = self._start_scaler(strategy.root_device)
         self._is_alone = strategy.processes.world_size == 1
         window.share_reference(None if self._is_alone else strategy.processes.broadcast)
 
         # 1. The optimisers as the strategy steps them, and the gradients.
-        recovers = context.recovers and not skip_backward
+        recovers = hooks.recovers and not skip_backward
         optimizers = StrategyOptimizers(strategy.setup_optimizer)
-        self._gradients = WindowGradients(context, window, self._optimizer, optimizers, may_split=recovers)
-        self._in_backward = None if skip_backward else self._inner_step(context)
+        self._gradients = WindowGradients(
+            state, strategy, hooks, precision, window, self._optimizer, optimizers, may_split=recovers
+        )
+        self._in_backward = None if skip_backward else self._inner_step()
 
         # 2. The training step.
         self.step: AutomaticStep = (step_class or AutomaticStep)(
-            context,
+            module,
+            strategy.processes,
+            hooks,
+            logs,
+            training_forward_context(state, module, strategy, precision),
+            Backward(strategy, hooks, precision),
             window,
             batch_weight,
             self._gradients.zero if self._in_backward is None else self._in_backward.begin,
@@ -109,7 +130,7 @@ class AutomaticOptimization:
         if recovers:
             from equipoise.trainer.recovery.recovery import Recovery
 
-            recovery = self._recovery = Recovery(context, self.step)
+            recovery = self._recovery = Recovery(state, module, strategy, hooks, logs, self.step, fitting_sizes)
             self._forward_backward = recovery
             self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))
         self._forward_backward = hooks.wrapped(self._forward_backward, hooks.action_of_strategy("forward_backward"))
@@ -120,7 +141,7 @@ class AutomaticOptimization:
         self._user_step = hooks.bind_module("optimizer_step")
         is_unnoticed = self._scaler is not None or self._are_several or takes_no_closure(self._optimizer)
         self._needs_no_closure = self._user_step is None and is_unnoticed
-        self._lightning_optimizer = None if self._needs_no_closure else context.as_lightning(self._optimizer)
+        self._lightning_optimizer = None if self._needs_no_closure else as_lightning(self._optimizer)
 
         self._plain_step = self._bind_plain_step(optimizers)
 
@@ -144,7 +165,7 @@ class AutomaticOptimization:
         self._scaler.scale(torch.zeros((), device=device))
         return ScaledSteps(self._scaler)
 
-    def _inner_step(self, context: "RunContext") -> InnerStep | None:
+    def _inner_step(self) -> InnerStep | None:
         """Return the optimiser's step within the backward; None if it comes after the backward."""
         state = self._state
 
@@ -153,7 +174,7 @@ class AutomaticOptimization:
                 self._gradients.clip(optimizer)
 
         for extension in step_extensions(state):
-            inner_step = extension.inner_step(context, self._optimizer, self._gradients.zero, clip)
+            inner_step = extension.inner_step(state, self._optimizer, self._gradients.zero, clip)
             if inner_step is not None:
                 return inner_step
         return None
@@ -345,13 +366,13 @@ def _computed_again(optimizer: Optimizer) -> StepError:
     )
 
 
-def _are_several(context: "RunContext") -> bool:
+def _are_several(optimizers: Sequence[Optimizer], module: LightningModule) -> bool:
     """Return True if several optimisers are stepped as one, which are checked: callbacks may have added parameters."""
-    if len(context.state.optimizers) == 1:
+    if len(optimizers) == 1:
         return False
     from equipoise.trainer.optimization.configuration.several_optimizers import check_disjoint
 
-    check_disjoint(context.state.optimizers, context.module)
+    check_disjoint(optimizers, module)
     return True
 
 

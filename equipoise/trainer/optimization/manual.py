@@ -1,8 +1,9 @@
 """Manual optimisation: the user's step calls backward and steps the optimisers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.amp import GradScaler
@@ -15,15 +16,18 @@ from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
-from equipoise.trainer.optimization.steps.module_step import ModuleStep
+from equipoise.trainer.optimization.steps.module_step import ModuleStep, training_forward_context
 from equipoise.trainer.optimization.steps.scaled_gradients import ScaledGradients
 from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.optimization.steps.step_extension import Context
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["ManualOptimization"]
 
@@ -32,7 +36,12 @@ class ManualOptimization:
     """The user's training step runs backward and steps the optimisers.
 
     Args:
-        context: The run.
+        state: The settings and counters.
+        module: The user's module.
+        strategy: The strategy.
+        hooks: The hooks.
+        precision: The precision.
+        logs: The logged values.
         batch_weight: Finds the number of samples of a batch.
 
     Attributes:
@@ -40,30 +49,40 @@ class ManualOptimization:
         backward: The backward, for Lightning's `manual_backward`.
     """
 
-    def __init__(self, context: "RunContext", batch_weight: BatchWeight) -> None:
-        strategy = context.strategy
-        self._scaler = context.precision.scaler
+    def __init__(
+        self,
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        precision: Precision,
+        logs: Logs,
+        batch_weight: BatchWeight,
+    ) -> None:
+        self._scaler = precision.scaler
         self._scaled_steps: ScaledSteps | None = None
         self._scaled_gradients: ScaledGradients | None = None
         if self._scaler is not None:
             self._scaled_steps = ScaledSteps(self._scaler)
-            self._scaled_gradients = ScaledGradients(context.module, self._scaler)
-        self._counts = context.state.progress.manual_step.current
+            self._scaled_gradients = ScaledGradients(module, self._scaler)
+        self._counts = state.progress.manual_step.current
         # By identity: the optimisers whose gradients were unscaled before their step, and those that were stepped since
         # the scale was updated.
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
-        self._before_step = context.hooks.bind("on_before_optimizer_step")
+        self._before_step = hooks.bind("on_before_optimizer_step")
         self._optimizers = StrategyOptimizers(strategy.setup_optimizer)
-        self.step = _ManualStep(context, batch_weight)
-        self.backward = _ManualBackward(context, self.step, self._scaled_gradients)
+        forward_context = training_forward_context(state, module, strategy, precision)
+        self.step = _ManualStep(module, hooks, logs, forward_context, batch_weight)
+        backward = Backward(strategy, hooks, precision)
+        self.backward = _ManualBackward(backward, self.step, self._scaled_gradients)
         self._forward_backward = strategy.forward_backward
-        if context.recovers:
+        if hooks.recovers:
             from equipoise.trainer.recovery.micro_batching import refuse_to_repeat
 
-            self._forward_backward = refuse_to_repeat(context, strategy.forward_backward)
-        action = context.hooks.action_of_strategy("forward_backward")
-        self._forward_backward = context.hooks.wrapped(self._forward_backward, action)
+            self._forward_backward = refuse_to_repeat(state, module, strategy, hooks, strategy.forward_backward)
+        action = hooks.action_of_strategy("forward_backward")
+        self._forward_backward = hooks.wrapped(self._forward_backward, action)
 
     def __call__(self, parts: Sequence[Any], batch_idx: int, last: bool) -> StepResult:
         """Run the training step on a batch."""
@@ -184,8 +203,15 @@ class _ManualStep(ModuleStep):
     begins_window = True
     window = None
 
-    def __init__(self, context: "RunContext", batch_weight: BatchWeight) -> None:
-        super().__init__(context, "training_step")
+    def __init__(
+        self,
+        module: LightningModule,
+        hooks: Hooks,
+        logs: Logs,
+        forward_context: Context | None,
+        batch_weight: BatchWeight,
+    ) -> None:
+        super().__init__(module, hooks, logs, "training_step", forward_context)
         self._batch_weight = batch_weight
         self.batch_idx = 0
         self.phase: Phase = "forward"
@@ -221,8 +247,8 @@ class _ManualStep(ModuleStep):
 class _ManualBackward:
     """The user's backwards, of which the step notes the phase."""
 
-    def __init__(self, context: "RunContext", step: _ManualStep, gradients: ScaledGradients | None) -> None:
-        self._run = Backward(context).manual
+    def __init__(self, backward: Backward, step: _ManualStep, gradients: ScaledGradients | None) -> None:
+        self._run = backward.manual
         if gradients is not None:
             self._run = gradients.as_scaled(self._run)
         self._step = step

@@ -1,17 +1,20 @@
 """Recovery of an evaluation step from an out-of-memory error: restore the state, and run the step in micro-batches."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lightning.pytorch import LightningModule
 
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.parallel.snapshot.batch_contents import BatchContents
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from equipoise.parallel.step_protocols import StepResult
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
-from equipoise.trainer.recovery.micro_batching import MicroBatcher
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.recovery.micro_batching import FittingSizes, MicroBatcher
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["EvaluationRecovery"]
 
@@ -20,16 +23,28 @@ class EvaluationRecovery:
     """Evaluate batches like the strategy's `evaluate`, also when memory runs out.
 
     Args:
-        context: The run.
-        name: The stage, such as "val". Its sizes are learned apart from those of other stages.
+        state: Contains the optimisers and counters.
+        module: The user's module.
+        strategy: The strategy.
+        hooks: The hooks, among them those that decide.
+        logs: The logged values.
+        fitting_sizes: The sizes that fit in this stage, as far as they are known.
     """
 
-    def __init__(self, context: "RunContext", name: str) -> None:
-        self._strategy = context.strategy
-        self._logs = context.logs
+    def __init__(
+        self,
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        logs: Logs,
+        fitting_sizes: FittingSizes,
+    ) -> None:
+        self._strategy = strategy
+        self._logs = logs
         self._strategy.recovery.enable()
-        self._snapshot = StepSnapshot(context.module, context.strategy.devices)
-        self._micro_batcher = MicroBatcher(context, self._evaluate_micro_batch, name)
+        self._snapshot = StepSnapshot(module, strategy.devices)
+        self._micro_batcher = MicroBatcher(state, module, strategy, hooks, self._evaluate_micro_batch, fitting_sizes)
         self._step: Any = None
 
     def __call__(self, step: Any, parts: Sequence[Any]) -> Any:

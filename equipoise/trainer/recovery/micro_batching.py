@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule
 
 from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError, StepError
@@ -22,17 +24,15 @@ from equipoise.memory.out_of_memory import (
 )
 from equipoise.parallel.device_work import empty_cache
 from equipoise.parallel.step_protocols import StepResult
-from equipoise.strategies.strategy import splitter_of
-from equipoise.trainer.hooks.hooks import overrides
+from equipoise.strategies.strategy import Strategy, splitter_of
+from equipoise.trainer.hooks.hooks import Hooks, overrides
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
 from equipoise.trainer.recovery.micro_batch_outputs import detached, outputs_in_order
+from equipoise.trainer.state.run_state import RunState
 from equipoise.tree import entries_of
 from equipoise.validation import is_whole
 
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
-
-__all__ = ["Measure", "MicroBatcher", "refuse_to_repeat"]
+__all__ = ["FittingSizes", "Measure", "MicroBatcher", "refuse_to_repeat"]
 
 # Number of times that the same computation is tried. A callback may wait for memory, but not forever.
 _MOST_REPEATS = 5
@@ -83,25 +83,40 @@ class _FittingSize:
         self.last_fitting = 0
 
 
+# What is learned in one stage of a run.
+FittingSizes = dict[Shapes, _FittingSize]
+
+
 class MicroBatcher:
     """Compute batches in as many micro-batches as they need, and learn how many that is.
 
     Args:
-        context: The run.
+        state: Contains the optimisers and counters.
+        module: The user's module.
+        strategy: The strategy.
+        hooks: The hooks, among them those that decide.
         compute: Function that computes a batch or a micro-batch: `compute(parts, is_last)`.
-        name: The stage whose sizes are learned. Default: "training".
+        sizes: The sizes that fit, as far as they are known. Default: none.
     """
 
     def __init__(
-        self, context: "RunContext", compute: Callable[[Sequence[Any], bool], Any], name: str = "training"
+        self,
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        compute: Callable[[Sequence[Any], bool], Any],
+        sizes: FittingSizes | None = None,
     ) -> None:
-        self._context = context
+        self._state = state
+        self._module = module
+        self._hooks = hooks
         self._compute = compute
-        self._strategy = context.strategy
-        self._splitter = splitter_of(context.strategy, context.module)
+        self._strategy = strategy
+        self._splitter = splitter_of(strategy, module)
         # Number of answers in a row that did not ask for smaller micro-batches.
         self._repeats = 0
-        self._sizes: dict[Shapes, _FittingSize] = context.fitting.setdefault(name, {})
+        self._sizes: FittingSizes = {} if sizes is None else sizes
 
     # Sizes
 
@@ -204,11 +219,10 @@ class MicroBatcher:
             count: The number of micro-batches.
             refusal: The reason why it cannot be repeated, whatever callbacks answer; empty if it can.
         """
-        context = self._context
         size, most, obstacle = self.most(parts)
         failed_device = self._strategy.recovery.device_of_failure(device_of(captured.message))
         device = str(failed_device or self._strategy.root_device)
-        captured.note_footprint(footprint_of(context.module, context.state.optimizers, device))
+        captured.note_footprint(footprint_of(self._module, self._state.optimizers, device))
         free = free_bytes(captured.message)
         if free is None:
             free = free_memory(device)
@@ -223,7 +237,7 @@ class MicroBatcher:
             requested=requested_bytes(captured.message),
             free=free,
             message=captured.message,
-            step=context.global_step,
+            step=self._state.progress.global_step(self._module),
             seconds=time.monotonic(),
             global_rank=self._strategy.processes.rank,
             can_repeat=not refusal,
@@ -231,12 +245,12 @@ class MicroBatcher:
 
     def ask(self, event: OutOfMemoryEvent) -> Split | None:
         """Return the decision of the callbacks; None: raise the error."""
-        trainer = self._context.hooks.trainer
-        module = self._context.module
-        for callback in self._context.hooks.callbacks:
+        for callback in self._hooks.callbacks:
             if not overrides(callback, "on_out_of_memory", Callback):
                 continue
-            decision = callback.on_out_of_memory(trainer, module, event)  # type: ignore[attr-defined]
+            decision = callback.on_out_of_memory(  # type: ignore[attr-defined]
+                self._hooks.trainer, self._module, event
+            )
             if decision is None:
                 continue
             split = _as_split(decision, callback)
@@ -285,9 +299,11 @@ _BY_HAND = (
 )
 
 
-def refuse_to_repeat(context: "RunContext", run: Callable[..., StepResult]) -> Callable[..., StepResult]:
+def refuse_to_repeat(
+    state: RunState, module: LightningModule, strategy: Strategy, hooks: Hooks, run: Callable[..., StepResult]
+) -> Callable[..., StepResult]:
     """Return a function that runs a step of manual optimisation, and raises an out-of-memory error with advice."""
-    micro_batcher = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
+    micro_batcher = MicroBatcher(state, module, strategy, hooks, lambda parts, is_last: StepResult(None, None, None))
 
     def run_once(step: Any, parts: Sequence[Any], last: bool) -> StepResult:
         try:

@@ -12,8 +12,9 @@ hooks around a backward fire for each micro-batch. Where an error is raised afte
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,12 +25,13 @@ from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from equipoise.parallel.step_protocols import NO_RESULT, StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.strategies.portable_state import gradients_of, load_gradients
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.recovery.captured_error import CapturedError, raise_with_advice
-from equipoise.trainer.recovery.micro_batching import Measure, MicroBatcher
+from equipoise.trainer.recovery.micro_batching import FittingSizes, Measure, MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Recovery"]
 
@@ -83,15 +85,24 @@ class _OpenWindow:
 class Recovery:
     """Compute gradients like the strategy's `forward_backward`, also when memory runs out."""
 
-    def __init__(self, context: "RunContext", step: Any) -> None:
-        self._context = context
+    def __init__(
+        self,
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        hooks: Hooks,
+        logs: Logs,
+        step: Any,
+        fitting_sizes: FittingSizes,
+    ) -> None:
+        self._state = state
         self._step = step
         self._weights = step.window
-        self._logs = context.logs
-        self._strategy = context.strategy
+        self._logs = logs
+        self._strategy = strategy
         self._strategy.recovery.enable()
-        self._snapshot = StepSnapshot(context.module, context.strategy.devices)
-        self._micro_batcher = MicroBatcher(context, self._compute)
+        self._snapshot = StepSnapshot(module, strategy.devices)
+        self._micro_batcher = MicroBatcher(state, module, strategy, hooks, self._compute, fitting_sizes)
         self._window: _OpenWindow | None = None
         # The batch that is computed: the present one, or an earlier one of the window again.
         self._running: _Batch | None = None
@@ -144,7 +155,7 @@ class Recovery:
             # A resumed run begins in the midst of a window.
             start = None
             if not is_first:
-                start = (self._weights.state_dict(), _copies(gradients_of(self._context.state.optimizers)))
+                start = (self._weights.state_dict(), _copies(gradients_of(self._state.optimizers)))
             # Where there are several processes, the reference weight is exchanged once, by all of them.
             has_reference = self._weights.has_reference or self._weights.sync_reference is not None
             self._window = _OpenWindow(start=start, has_reference=has_reference)
@@ -241,9 +252,9 @@ class Recovery:
             weights, gradients = window.start
             self._weights.load_state_dict(weights)
             # Copies: the next attempt adds to them, and may fail, too.
-            load_gradients(self._context.state.optimizers, _copies(gradients))
+            load_gradients(self._state.optimizers, _copies(gradients))
         elif not self._step.begins_window:
-            for optimizer in self._context.state.optimizers:
+            for optimizer in self._state.optimizers:
                 for parameter in optimizer_parameters(optimizer):
                     parameter.grad = None
         return self._strategy.recovery.discard()

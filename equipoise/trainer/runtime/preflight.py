@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
@@ -19,12 +19,15 @@ from equipoise.errors import ConfigurationError, ConfigurationRuntimeError, Conf
 from equipoise.interop.lightning.classes import is_a, is_overridden, takes_iterator
 from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.data.loaders import Source
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.hooks.mistyped_names import similar_step, warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.runtime.run_data import RunData
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["as_module", "check_run", "data_of", "placing", "refuse_lost_reports", "warn_of_eval_mode"]
 
@@ -84,25 +87,30 @@ def as_module(model: Any) -> LightningModule:
     )
 
 
-def check_run(context: "RunContext") -> None:
+def check_run(
+    state: RunState, module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision, data: RunData
+) -> None:
     """Check that the module has the methods, and the data module the loaders, of an entry point.
 
     Raises:
         ConfigurationError: Naming the method that is missing or not allowed, and a remedy.
     """
     # 1. The module's hooks and steps.
-    module = context.module
-    fn = context.state.status.fn or TrainerFn.FITTING
+    fn = state.status.fn or TrainerFn.FITTING
     _check_methods(module, fn)
-    warn_of_mistyped_hooks(context)
-    check_hook_signatures([module, *context.state.callbacks], fn)
-    context.strategy.check_module(module, training=fn == TrainerFn.FITTING)
+    warn_of_mistyped_hooks(module, hooks.datamodule, state.callbacks)
+    check_hook_signatures([module, *state.callbacks], fn)
+    strategy.check_module(module, training=fn == TrainerFn.FITTING)
 
     # 2. The steps of the entry point.
     if fn == TrainerFn.FITTING:
-        _check_fit(context)
+        _check_fit(module, state.callbacks, data.sources["val"])
+        for extension in step_extensions(state):
+            extension.check_run(state, module, strategy, hooks, precision)
+        if not module.automatic_optimization:
+            _check_manual_optimization(state, module)
     for step in _ENTRIES[fn].steps:
-        is_used = step != "validation_step" or fn != TrainerFn.FITTING or context.can_validate
+        is_used = step != "validation_step" or fn != TrainerFn.FITTING or data.can_validate
         if is_used and takes_iterator(module, step):
             raise ConfigurationError(
                 f"`{type(module).__name__}.{step}(dataloader_iter)` would pull its batches by itself, so that the"
@@ -113,14 +121,14 @@ def check_run(context: "RunContext") -> None:
 
     # 3. Its data.
     stage = _ENTRIES[fn].stage
-    source = context.sources[stage]
+    source = data.sources[stage]
     if not source.is_defined():
         raise ConfigurationError(
             f"There is no {stage} loader: pass one, or a datamodule, or define `{source.method}` in"
             f" {type(source.owner).__name__}."
         )
     if fn == TrainerFn.FITTING:
-        _warn_of_lost_validation(context)
+        _warn_of_lost_validation(state, module, data.sources["val"])
 
 
 def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
@@ -143,32 +151,23 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
             raise ConfigurationError(f"`{fn.value}` needs {listed}, but {name} does not define `{method}`. {remedy}")
 
 
-def _check_fit(context: "RunContext") -> None:
+def _check_fit(module: LightningModule, callbacks: Iterable[Callback], val_source: Source) -> None:
     # 1. The training step.
-    module = context.module
     name = type(module).__name__
     _check_arguments(f"{name}.training_step", module.training_step)
 
     # 2. Callbacks and loaders.
-    for callback in context.state.callbacks:
+    for callback in callbacks:
         if is_a(callback, Checkpoint):
             _check_checkpoint_name(callback)
-    if context.sources["val"].loaders is not None and not is_overridden("validation_step", module):
+    if val_source.loaders is not None and not is_overridden("validation_step", module):
         raise ConfigurationError(
             f"A validation loader was passed, but {name} has no `validation_step`. Define it, or leave the loader out."
         )
 
-    # 3. Arguments without an effect.
-    state = context.state
-    for extension in step_extensions(state):
-        extension.check_run(context)
-    if not module.automatic_optimization:
-        _check_manual_optimization(context)
 
-
-def _check_manual_optimization(context: "RunContext") -> None:
+def _check_manual_optimization(state: RunState, module: LightningModule) -> None:
     """Check that no argument is passed whose effect a module that optimises by hand must have by itself."""
-    state = context.state
     if state.gradient_clip_val:
         argument = f"gradient_clip_val={state.gradient_clip_val}"
         instead = "call `self.clip_gradients(...)`"
@@ -181,7 +180,7 @@ def _check_manual_optimization(context: "RunContext") -> None:
     else:
         return
     raise ConfigurationError(
-        f"{type(context.module).__name__} optimises by hand (automatic_optimization=False), so Trainer({argument}) has"
+        f"{type(module).__name__} optimises by hand (automatic_optimization=False), so Trainer({argument}) has"
         f" no effect. Leave it out and {instead} in `training_step`."
     )
 
@@ -278,13 +277,13 @@ def placing(module: LightningModule) -> Iterator[None]:
         raise
 
 
-def _warn_of_lost_validation(context: "RunContext") -> None:
-    name = type(context.module).__name__
-    has_loader = context.sources["val"].is_defined()
-    has_step = is_overridden("validation_step", context.module)
+def _warn_of_lost_validation(state: RunState, module: LightningModule, source: Source) -> None:
+    name = type(module).__name__
+    has_loader = source.is_defined()
+    has_step = is_overridden("validation_step", module)
     if has_loader and not has_step:
         rank_zero_warn(f"There is a validation loader, but {name} has no `validation_step`: it will not be validated.")
-    elif has_step and not has_loader and context.state.limit_val_batches > 0:
+    elif has_step and not has_loader and state.limit_val_batches > 0:
         rank_zero_warn(f"{name} has a `validation_step`, but there is no validation loader: it will not be validated.")
 
 

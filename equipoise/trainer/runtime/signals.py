@@ -9,27 +9,26 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.communication.rank import slurm_job
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.runtime import slurm
+from equipoise.trainer.state.run_state import RunState
 
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
-
-__all__ = ["leave_evaluation", "leave_training", "signals_noted", "uninterrupted"]
+__all__ = ["EndOnSignal", "signals_noted", "uninterrupted"]
 
 
 @contextmanager
-def signals_noted(context: "RunContext") -> Iterator[None]:
+def signals_noted(state: RunState, processes: Processes) -> Iterator[None]:
     """Note SIGTERM, and SIGUSR1 in a job of Slurm, upon which the loops end after the batch.
 
     A handler of SIGTERM that was there is called as well. One of SIGUSR1 is the program's own, and stays.
     """
-    state = context.state
     state.forget_signals()
     # Python allows handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
@@ -44,7 +43,7 @@ def signals_noted(context: "RunContext") -> Iterator[None]:
         if slurm_job() is not None and state.requeues_on_signal:
             # In a process that the strategy has started, SIGUSR1 prints the stack: its parent forwards SIGUSR2 instead.
             requeue_signal = signal.SIGUSR1
-            if context.strategy.processes.spawns:
+            if processes.spawns:
                 requeue_signal = signal.SIGUSR2
             if not callable(signal.getsignal(requeue_signal)):
                 handlers.enter_context(_noted(requeue_signal, note))
@@ -90,44 +89,58 @@ def uninterrupted() -> Iterator[None]:
 # How a run ends.
 
 
-def leave_training(context: "RunContext") -> None:
-    """End the run after a training batch, as soon as all processes end after the same one.
+class EndOnSignal:
+    """Ends a run after a batch, once a signal came.
 
-    Raises:
-        SIGTERMException: If the run ends here.
+    Args:
+        state: The settings, stage and counters.
+        strategy: The strategy.
+        save_checkpoint: The trainer's method, called with a path.
     """
-    state = context.state
-    batches = state.progress.batch.total.ready
-    if context.strategy.processes.ends_after(batches, state.accumulate_grad_batches):
-        _leave(context)
 
+    def __init__(
+        self, state: RunState, strategy: Strategy, save_checkpoint: Callable[[str | os.PathLike[str]], None]
+    ) -> None:
+        self._state = state
+        self._strategy = strategy
+        self._save_checkpoint = save_checkpoint
 
-def leave_evaluation(context: "RunContext") -> None:
-    """End the run after a batch of an evaluation; within a fit of several processes the next training batch does.
+    def in_training(self) -> None:
+        """End the run after a training batch, as soon as all processes end after the same one.
 
-    Raises:
-        SIGTERMException: If the run ends here.
-    """
-    if not context.state.fitting or context.strategy.processes.world_size == 1:
-        _leave(context)
+        Raises:
+            SIGTERMException: If the run ends here.
+        """
+        batches = self._state.progress.batch.total.ready
+        if self._strategy.processes.ends_after(batches, self._state.accumulate_grad_batches):
+            self._end()
 
+    def in_evaluation(self) -> None:
+        """End the run after a batch of an evaluation; within a fit of several processes the next training batch does.
 
-def _leave(context: "RunContext") -> None:
-    state = context.state
-    if slurm_job() is None or not state.fitting:
-        raise SIGTERMException
-    # Before the sanity check has ended, there is nothing to save.
-    if not state.sanity_checking:
-        path = slurm.checkpoint_path(state)
-        context.save_checkpoint(path)
-        folders = context.strategy.portable.folders
-        if folders is not None:
-            folders.finish()
-        rank_zero_info(f"Slurm asked this job to end: its state is saved in {path}.")
-    if not state.requeues:
-        raise SIGTERMException
-    if context.strategy.processes.is_main:
-        slurm.requeue()
-    # The end of one task may end the others.
-    context.strategy.processes.barrier("requeue")
-    raise SIGTERMException(os.EX_TEMPFAIL)
+        Raises:
+            SIGTERMException: If the run ends here.
+        """
+        if not self._state.fitting or self._strategy.processes.world_size == 1:
+            self._end()
+
+    def _end(self) -> None:
+        state = self._state
+        if slurm_job() is None or not state.fitting:
+            raise SIGTERMException
+        # Before the sanity check has ended, there is nothing to save.
+        if not state.sanity_checking:
+            path = slurm.checkpoint_path(state)
+            self._save_checkpoint(path)
+            folders = self._strategy.portable.folders
+            if folders is not None:
+                folders.finish()
+            rank_zero_info(f"Slurm asked this job to end: its state is saved in {path}.")
+        if not state.requeues:
+            raise SIGTERMException
+        processes = self._strategy.processes
+        if processes.is_main:
+            slurm.requeue()
+        # The end of one task may end the others.
+        processes.barrier("requeue")
+        raise SIGTERMException(os.EX_TEMPFAIL)

@@ -22,12 +22,13 @@ from equipoise.parallel.snapshot.generators import linked
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.parallel.snapshot.plain.values import LARGEST
-from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 
 if TYPE_CHECKING:
     from equipoise.trainer.data.training_data import TrainingData
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
-    from equipoise.trainer.runtime.run_context import RunContext
+    from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["HookState"]
 
@@ -49,7 +50,9 @@ class HookState:
     """Collects and restores the state that hooks have set in one run.
 
     Args:
-        context: The run.
+        state: The settings, callbacks and optimisers.
+        strategy: The strategy.
+        hooks: The hooks of the module and the data module.
         data: The training loaders.
         val_loop: The loop that validates inside the fit, with its loaders.
 
@@ -57,8 +60,12 @@ class HookState:
         before_order: What had changed in the training data when the order of the present epoch was drawn.
     """
 
-    def __init__(self, context: "RunContext", data: "TrainingData", val_loop: "EvaluationLoop") -> None:
-        self._context = context
+    def __init__(
+        self, state: "RunState", strategy: Strategy, hooks: Hooks, data: "TrainingData", val_loop: "EvaluationLoop"
+    ) -> None:
+        self._run_state = state
+        self._strategy = strategy
+        self._hooks = hooks
         self._data = data
         self._val_loop = val_loop
         self._state = PlainState()
@@ -114,7 +121,7 @@ class HookState:
         # Data come back when the order of the epoch has been drawn.
         from equipoise.parallel.snapshot.plain.restoring import restore
 
-        restore(self._objects(), self._earlier, self._context.strategy.root_device)
+        restore(self._objects(), self._earlier, self._strategy.root_device)
 
     def restore_order(self) -> None:
         """Bring the training data to their state before the order of the epoch was drawn."""
@@ -128,7 +135,7 @@ class HookState:
         """
         from equipoise.parallel.snapshot.plain.restoring import restore
 
-        restore(self._roots(), self._earlier if changes is None else changes, self._context.strategy.root_device)
+        restore(self._roots(), self._earlier if changes is None else changes, self._strategy.root_device)
 
     def report(self) -> None:
         """Warn once of what could not be brought back, after `on_train_epoch_start`."""
@@ -152,18 +159,18 @@ class HookState:
         """Call `on_train_epoch_start` of those whose objects lack. Buffers and options of optimisers stay."""
         from equipoise.parallel.snapshot.plain.restoring import differing
 
-        context = self._context
+        module = self._hooks.module
         roots = self._roots()
         lacking = {name for name, _ in differing(roots, self._earlier)}
         owners = {id(roots[name].value) for name in lacking}
-        parts = set(map(id, context.module.modules()))
-        buffers = [buffer.clone() for buffer in context.module.buffers()]
-        groups = [group for optimizer in context.state.optimizers for group in optimizer.param_groups]
+        parts = set(map(id, module.modules()))
+        buffers = [buffer.clone() for buffer in module.buffers()]
+        groups = [group for optimizer in self._run_state.optimizers for group in optimizer.param_groups]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        for owner in (*context.state.callbacks, context.module):
-            if id(owner) in owners or (owner is context.module and owners & parts):
-                context.hooks.call_of("on_train_epoch_start", owner)
-        for buffer, value in zip(context.module.buffers(), buffers, strict=True):
+        for owner in (*self._run_state.callbacks, module):
+            if id(owner) in owners or (owner is module and owners & parts):
+                self._hooks.call_of("on_train_epoch_start", owner)
+        for buffer, value in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(value)
         for group, values in zip(groups, options, strict=True):
             group.update(values)
@@ -176,21 +183,23 @@ class HookState:
 
     def _objects(self) -> dict[str, Root]:
         """Return settings, data module, module and callbacks."""
-        context = self._context
-        roots = {"trainer": Root(context.state, frozenset(vars(context.state)) - _SETTINGS)}
+        state = self._run_state
+        module = self._hooks.module
+        datamodule = self._hooks.datamodule
+        roots = {"trainer": Root(state, frozenset(vars(state)) - _SETTINGS)}
         kind: Any
-        if context.datamodule is not None:
-            kind = type(context.datamodule)
+        if datamodule is not None:
+            kind = type(datamodule)
             left_out = _own_names(LightningDataModule) | _loaded_names(kind)
-            roots[kind.__name__] = Root(context.datamodule, left_out, largest=_LARGEST_OF_DATA)
-        module_name = type(context.module).__name__
-        for path, part in context.module.named_modules():
+            roots[kind.__name__] = Root(datamodule, left_out, largest=_LARGEST_OF_DATA)
+        module_name = type(module).__name__
+        for path, part in module.named_modules():
             if not isinstance(part, Metric):
                 name = f"{module_name}.{uncompiled_name(path)}" if path else module_name
                 kind = type(part)
                 left_out = _own_names(LightningModule) | _private_names(part) | _loaded_names(kind)
                 roots[name] = Root(part, left_out)
-        for callback in context.state.callbacks:
+        for callback in state.callbacks:
             kind = type(callback)
             if not kind.__module__.startswith("equipoise."):
                 left_out = _names_of_lightning(kind) | _loaded_names(kind)

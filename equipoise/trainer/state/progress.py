@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from operator import add, sub
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
 __all__ = ["BatchProgress", "Counts", "FitProgress", "Progress"]
 
 # Names of the four counts, in the order in which they grow.
@@ -202,6 +204,14 @@ class FitProgress:
     def steps(self, *, automatic: bool) -> Progress:
         """Return the counter of optimiser steps for automatic or manual optimisation."""
         return self.optimizer_step if automatic else self.manual_step
+
+    def global_step(self, module: LightningModule) -> int:
+        """Return the number of optimiser steps done, over all optimisers; it is not reset.
+
+        Args:
+            module: The module, which says whether it optimises by hand.
+        """
+        return self.steps(automatic=module.automatic_optimization).completed
 
     def begin_epoch(self) -> None:
         """Set the counts within an epoch to zero."""

@@ -167,6 +167,12 @@ class RunState(SentState, Stages, Limits, StepChoices):
         return self.progress.epoch.current.completed
 
     @property
+    def is_validation_epoch(self) -> bool:
+        """True if a fit that validates does so in the present epoch."""
+        every = self.check_val_every_n_epoch
+        return every is None or (self.current_epoch + 1) % every == 0
+
+    @property
     def default_root_dir(self) -> str:
         """Folder of files for which the user names no folder."""
         # An address such as "s3://bucket" is no path of this machine.

@@ -149,8 +149,8 @@ class _EpochLoopView:
 
     # Called by progress bars.
     def _should_check_val_epoch(self) -> bool:
-        context = self._parts.context
-        return context is not None and context.validates_in_epoch
+        fit_loop = self._parts.fit_loop
+        return fit_loop.has_begun and fit_loop.validates_in_epoch
 
 
 class FitLoopView:

@@ -17,12 +17,16 @@ from equipoise.interop.lightning.optimizers import wrap_optimizer
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loaders import Source
+from equipoise.trainer.evaluation.batch_steps import EvaluationSteps
 from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 from equipoise.trainer.evaluation.prediction_loop import PredictionLoop
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.fit_loop import FitLoop
-from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.optimization.training_steps import TrainingSteps
+from equipoise.trainer.runtime.run_data import RunData
+from equipoise.trainer.runtime.signals import EndOnSignal
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.strategy_view import StrategyView
 
@@ -43,7 +47,8 @@ class TrainerParts:
         fit_loop: The training loop, which holds the loop of its validations.
         evaluations: The loops of `validate` and `test`, by these names.
         predict_loop: The loop of `predict`.
-        context: The parts of the present or last run; None before the first.
+        hooks: The hooks of the present or last run; None before the first.
+        data: Its data; None before the first.
         strategy_view: The strategy in the form of Lightning's.
     """
 
@@ -61,14 +66,16 @@ class TrainerParts:
     fit_loop: FitLoop = field(init=False)
     evaluations: dict[str, EvaluationLoop] = field(init=False)
     predict_loop: PredictionLoop = field(init=False)
-    context: RunContext | None = field(init=False, default=None)
+    hooks: Hooks | None = field(init=False, default=None)
+    data: RunData | None = field(init=False, default=None)
     strategy_view: StrategyView = field(init=False)
     _wrapped_optimizers: list[LightningOptimizer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         state = self.state
         self.logger_output = LoggerOutput(state, self.logs, self.trainer)
-        self.fit_loop = FitLoop(state, EvaluationLoop(state, "val", fitting=True))
+        val_loop = EvaluationLoop(state, "val", fitting=True)
+        self.fit_loop = FitLoop(state, self.logger_output, val_loop, self.is_validation_enabled)
         self.evaluations = {"validate": EvaluationLoop(state, "val"), "test": EvaluationLoop(state, "test")}
         self.predict_loop = PredictionLoop(state)
         self.replace_strategy(self.strategy)
@@ -83,17 +90,30 @@ class TrainerParts:
         """Return everything but the present run, on its way to another process."""
         state = {declared.name: getattr(self, declared.name) for declared in fields(self)}
         # A process that receives the parts begins a run of its own, with its own optimisers.
-        state["context"] = None
+        state["hooks"] = None
+        state["data"] = None
         state["_wrapped_optimizers"] = []
         return state
 
-    def begin_run(self, context: RunContext) -> None:
-        """Take the parts of a new run, and forget the loaders of earlier ones."""
-        self.context = context
-        self.fit_loop.begin_run(context)
-        self.predict_loop.begin_run(context.sources["predict"])
+    def is_validation_enabled(self) -> bool:
+        """Return the trainer's `enable_validation`, which a subclass may override."""
+        enabled: bool = self.trainer.enable_validation
+        return enabled
+
+    def begin_run(self, hooks: Hooks, data: RunData) -> None:
+        """Let the loops take the parts of a new run, and forget the loaders of earlier ones."""
+        self.hooks = hooks
+        self.data = data
+        module = hooks.module
+        strategy = self.strategy
+        # A subclass of the Trainer may override the method.
+        end = EndOnSignal(self.state, strategy, self.trainer.save_checkpoint)
+        parts = (self.state, module, strategy, hooks, self.precision, self.logs)
+        self.fit_loop.begin_run(module, strategy, hooks, data, TrainingSteps(*parts, self.as_lightning), end)
+        steps = EvaluationSteps(*parts, data, end)
         for loop in (self.fit_loop.val_loop, *self.evaluations.values()):
-            loop.forget_data()
+            loop.begin_run(module, strategy, hooks, self.logger_output, data, steps)
+        self.predict_loop.begin_run(module, strategy, hooks, data, steps)
 
     def lightning_optimizers(self) -> list[LightningOptimizer]:
         """Return the optimisers as `self.optimizers()` gives them, the same objects as long as these are the same."""
@@ -135,22 +155,17 @@ class TrainerParts:
     @property
     def module(self) -> LightningModule | None:
         """The user's module, of this run or the last one."""
-        if self.context is None:
-            return None
-        return self.context.module
+        return None if self.hooks is None else self.hooks.module
 
     def source_of(self, stage: str) -> Source:
         """Return the origin of a stage's loaders, in the form in which Lightning's objects ask for it."""
-        if self.context is None:
-            return Source(stage)
-        return self.context.sources[stage]
+        return Source(stage) if self.data is None else self.data.sources[stage]
 
     @property
     def global_step(self) -> int:
         """Number of optimiser steps done, over all optimisers; it is not reset."""
-        if self.context is None:
-            return self.state.progress.optimizer_step.completed
-        return self.context.global_step
+        progress = self.state.progress
+        return progress.optimizer_step.completed if self.hooks is None else progress.global_step(self.hooks.module)
 
     def log_dir(self, root_dir: str) -> str | None:
         """Return the folder of the run, the same in every process: that of the first logger, or another.

@@ -152,8 +152,8 @@ class PublicState(StateFields, LightningNames):
     @property
     def enable_validation(self) -> bool:
         """True if a fit validates: there is a loader, a `validation_step`, and no limit of 0."""
-        context = self.parts.context
-        return context is not None and context.can_validate
+        data = self.parts.data
+        return data is not None and data.can_validate
 
     @property
     def train_dataloader(self) -> Any:

@@ -197,11 +197,11 @@ class StrategyView:
             dataloader_idx: The number of the loader.
         """
         device = torch.device(device or self._strategy.root_device)
-        context = self._parts.context
+        data = self._parts.data
         # Without a run there is no module whose hooks could be called.
-        if context is None:
+        if data is None:
             return move_data_to_device(batch, device)
-        return context.make_transfer(dataloader_idx)(batch, device)
+        return data.make_transfer(dataloader_idx)(batch, device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader as it is, as Lightning's strategies for CPU and GPU do."""

@@ -11,7 +11,7 @@ from equipoise.memory.out_of_memory import Split
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.recovery.captured_error import CapturedError
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
-from tests.support.contexts import training_context
+from tests.support.run_parts import parts_of_fit
 
 
 class Empty(L.LightningModule):
@@ -31,8 +31,8 @@ class Answers(Callback):
 
 
 def batcher(*callbacks: Callback) -> MicroBatcher:
-    context = training_context(Empty(), callbacks=list(callbacks))
-    return MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
+    parts = parts_of_fit(Empty(), callbacks=list(callbacks))
+    return MicroBatcher(*parts, lambda parts, is_last: StepResult(None, None, None))
 
 
 def batch(size: int, features: int = 3) -> tuple[Tensor]:
@@ -67,12 +67,12 @@ class TestSizes:
         helper.note_failure(batch(8), Split(8, grow_after=1))
         assert count(helper, batch(8)) == 4
 
-    def test_stages_learn_apart(self) -> None:
-        context = training_context(Empty())
-        training = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
-        validation = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None), "val")
-        training.note_failure(batch(8), Split(2))
-        assert (count(training, batch(8)), count(validation, batch(8))) == (2, 1)
+    def test_what_was_learned_outlives_an_epoch(self) -> None:
+        of_fit = parts_of_fit(Empty())
+        sizes: dict[Any, Any] = {}
+        epochs = [MicroBatcher(*of_fit, lambda parts, is_last: StepResult(None, None, None), sizes) for _ in range(2)]
+        epochs[0].note_failure(batch(8), Split(2))
+        assert count(epochs[1], batch(8)) == 2
 
     def test_the_largest_number_of_micro_batches(self) -> None:
         helper = batcher()
@@ -95,5 +95,6 @@ class TestDecisions:
         assert None not in decisions
 
     def test_armed_are_runs_with_a_callback_that_decides(self) -> None:
-        assert training_context(Empty(), callbacks=[Answers()]).recovers
-        assert not training_context(Empty(), callbacks=[Callback()]).recovers
+        for callback, recovers in ((Answers(), True), (Callback(), False)):
+            *_, hooks = parts_of_fit(Empty(), callbacks=[callback])
+            assert hooks.recovers is recovers

@@ -13,7 +13,7 @@ from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer
-from tests.support.contexts import training_context
+from tests.support.run_parts import parts_of_fit
 
 DOUBLE = torch.float64
 
@@ -60,8 +60,8 @@ class Two(L.LightningModule):
 
 
 def repeated_step(module: Any, optimizer: Any) -> RepeatableOptimizer:
-    context = training_context(module, optimizer, callbacks=[Repeats()])
-    micro_batcher = MicroBatcher(context, lambda parts, is_last: StepResult(None, None, None))
+    parts = parts_of_fit(module, optimizer, callbacks=[Repeats()])
+    micro_batcher = MicroBatcher(*parts, lambda parts, is_last: StepResult(None, None, None))
     return RepeatableOptimizer(StrategyOptimizer(optimizer), micro_batcher, lambda: 5)
 
 

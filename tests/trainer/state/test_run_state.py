@@ -9,7 +9,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
 
 from equipoise import Trainer
-from equipoise.trainer.preparation import make_context
+from equipoise.trainer.preparation import begin_run
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.state.run_state import RunState
 from tests.support.trainer_runs import Small, trainer
@@ -36,7 +36,7 @@ def test_a_copy_of_the_state_has_no_optimisers_schedulers_and_listeners() -> Non
 
 def test_a_copy_of_the_trainer_is_complete_but_has_no_run() -> None:
     run = trainer(Trainer)
-    run.parts.begin_run(make_context(run.parts, Request(TrainerFn.FITTING, Small())))
+    begin_run(run.parts, Request(TrainerFn.FITTING, Small()))
     assert run.lightning_module is not None
 
     copy = pickle.loads(pickle.dumps(run))

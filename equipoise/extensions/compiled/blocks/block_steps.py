@@ -1,11 +1,13 @@
 """Steps whose network has compiled blocks: they are compared in the first batch, and all processes decide alike."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -15,11 +17,11 @@ from equipoise.extensions.compiled.comparison.costs import TrialCosts
 from equipoise.extensions.compiled.interop.compiling import block_settings, why_not_compiled
 from equipoise.extensions.compiled.interop.features import COMPILE_BLOCKS
 from equipoise.notices import rank_zero_warn
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
 from equipoise.trainer.optimization.steps.step_extension import Context
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["BlockSteps", "BlocksInstead", "CompiledBlocks", "deciding_context"]
 
@@ -36,7 +38,10 @@ class CompiledBlocks:
     """The compiled blocks of a run's module, which is on its devices or in shards.
 
     Args:
-        context: The run.
+        state: The settings.
+        module: The user's module.
+        strategy: The strategy.
+        precision: The precision.
         options: Arguments of `CompiledForward`.
         only_repeated: Whether repeated blocks alone are compiled. Default: if the strategy needs it.
         costs: Notes what comparisons cost. Default: new ones.
@@ -44,19 +49,21 @@ class CompiledBlocks:
 
     def __init__(
         self,
-        context: "RunContext",
+        state: RunState,
+        module: LightningModule,
+        strategy: Strategy,
+        precision: Precision,
         options: Mapping[str, Any],
         *,
         only_repeated: bool = False,
         costs: TrialCosts | None = None,
     ) -> None:
-        module = context.module
-        way = getattr(context.strategy, "may_compile_blocks", True)
+        way = getattr(strategy, "may_compile_blocks", True)
         at_once = way not in (_BETWEEN_STEPS, _REPEATED)
-        self._processes = context.strategy.processes
-        self._forward_context = context.precision.forward_context or nullcontext
-        self._rows = context.state.summary_rows
-        self._costs = costs or TrialCosts(context.strategy.root_device, self._rows, "compiled")
+        self._processes = strategy.processes
+        self._forward_context = precision.forward_context or nullcontext
+        self._rows = state.summary_rows
+        self._costs = costs or TrialCosts(strategy.root_device, self._rows, "compiled")
         self._batches = 0
         self._closing = ExitStack()
         kinds: dict[Hashable, list[Block]] = defaultdict(list)
@@ -159,15 +166,17 @@ class BlockSteps:
     """Compiles the blocks of a run's module, and creates the training step of each epoch.
 
     Args:
-        context: The run.
-        options: Arguments of `CompiledForward`.
+        state: The settings.
+        module: The user's module.
+        strategy: The strategy.
+        precision: The precision.
     """
 
-    def __init__(self, context: "RunContext", options: Mapping[str, Any]) -> None:
+    def __init__(self, state: RunState, module: LightningModule, strategy: Strategy, precision: Precision) -> None:
         self._blocks: CompiledBlocks | None = None
-        reason = _why_no_blocks(context)
+        reason = _why_no_blocks(state)
         if reason is None:
-            self._blocks = CompiledBlocks(context, options)
+            self._blocks = CompiledBlocks(state, module, strategy, precision, state.block_options or {})
         else:
             rank_zero_warn(f"Compiled blocks: the network stays eager, because {reason}.")
 
@@ -187,28 +196,29 @@ class BlocksInstead:
     """Repeated blocks that are compiled from now on where a step as a whole is not; none before the first batch.
 
     Args:
-        context: The run.
-        costs: Notes what comparisons cost.
+        make: Makes them.
     """
 
-    def __init__(self, context: "RunContext", costs: TrialCosts) -> None:
-        self._context = context
-        self._costs = costs
+    def __init__(self, make: Callable[[], CompiledBlocks]) -> None:
+        self._make = make
         # Made between two batches: a trial that is under way would set back what it puts into the blocks.
         self._blocks: CompiledBlocks | None = None
 
     @classmethod
-    def of(cls, context: "RunContext", costs: TrialCosts) -> "BlocksInstead | None":
+    def of(
+        cls, state: RunState, module: LightningModule, strategy: Strategy, precision: Precision, costs: TrialCosts
+    ) -> "BlocksInstead | None":
         """Return those of a run's module; None if it has none that can be compiled."""
         # Other parts would be compiled for one call each, which nobody has asked for.
-        if _why_no_blocks(context) is None and choose_blocks(context.module, only_repeated=True):
-            return cls(context, costs)
+        if _why_no_blocks(state) is None and choose_blocks(module, only_repeated=True):
+            parts = (state, module, strategy, precision)
+            return cls(partial(CompiledBlocks, *parts, {}, only_repeated=True, costs=costs))
         return None
 
     def begin_batch(self) -> None:
         """Begin a batch, and decide about the blocks that were compared in the batch before."""
         if self._blocks is None:
-            self._blocks = CompiledBlocks(self._context, {}, only_repeated=True, costs=self._costs)
+            self._blocks = self._make()
         self._blocks.begin_batch()
 
     def close(self) -> None:
@@ -217,9 +227,9 @@ class BlocksInstead:
             self._blocks.close()
 
 
-def _why_no_blocks(context: "RunContext") -> str | None:
+def _why_no_blocks(state: RunState) -> str | None:
     reason = why_not_compiled(COMPILE_BLOCKS)
-    if reason is None and context.state.activation_checkpointing:
+    if reason is None and state.activation_checkpointing:
         return "activation_checkpointing computes its submodules by a forward of its own"
     return reason
 

@@ -1,17 +1,18 @@
 """The times at which learning-rate schedulers step, in automatic optimisation."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.checkpoint_hooks import nothing_to_monitor
 from equipoise.notices import rank_zero_warn
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
-    from equipoise.trainer.state.progress import FitProgress
+from equipoise.parallel.communication.processes import Processes
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Schedulers"]
 
@@ -23,20 +24,31 @@ class Schedulers:
     The frequency of those that step with the optimiser counts its steps in all epochs.
 
     Args:
-        context: The run, whose state holds the configurations, which callbacks may exchange.
-        progress: The counters of the training.
+        state: Holds the configurations, which callbacks may exchange, and the counters of the training.
+        module: The user's module.
+        processes: The processes of the run.
+        hooks: The hooks.
+        logs: The logged values.
         awaits: Function that returns whether a validation that is still to come will log a new value of a name.
     """
 
-    def __init__(self, context: "RunContext", progress: "FitProgress", awaits: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        module: LightningModule,
+        processes: Processes,
+        hooks: Hooks,
+        logs: Logs,
+        awaits: Callable[[str], bool],
+    ) -> None:
         self._awaits = awaits
-        self._state = context.state
-        self._logs = context.logs
-        self._processes = context.strategy.processes
-        self._progress = progress
+        self._state = state
+        self._logs = logs
+        self._processes = processes
+        self._progress = state.progress
         self._has_skipped = False
-        self._is_automatic = context.module.automatic_optimization
-        self._user_step = context.hooks.bind_module("lr_scheduler_step")
+        self._is_automatic = module.automatic_optimization
+        self._user_step = hooks.bind_module("lr_scheduler_step")
 
     def after_batch(self, *, ends: bool, skipped: bool = False) -> None:
         """Step the schedulers that watch no value, at the end of a window.

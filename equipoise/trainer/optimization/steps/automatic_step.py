@@ -1,20 +1,22 @@
 """The training step of automatic optimisation: the forward, and the backward with the zeroing of gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
+from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.step_protocols import NO_RESULT, StepResult
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight, check_weight
 from equipoise.trainer.optimization.steps.module_step import EXPLAINED, ModuleStep, explain_error
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.optimization.steps.step_extension import Context
 
 __all__ = ["AutomaticStep"]
 
@@ -31,7 +33,12 @@ class AutomaticStep(ModuleStep):
     After an out-of-memory error it can be computed again, in micro-batches.
 
     Args:
-        context: The run.
+        module: The user's module.
+        processes: The processes of the run.
+        hooks: The hooks.
+        logs: The logged values.
+        forward_context: The context in which the training step runs; None if it needs none.
+        backward: The backward.
         window: The accumulation window.
         batch_weight: Finds the weight of a batch.
         zero_grad: Function that zeroes the gradients. It receives the number of the batch.
@@ -47,7 +54,12 @@ class AutomaticStep(ModuleStep):
 
     def __init__(
         self,
-        context: "RunContext",
+        module: LightningModule,
+        processes: Processes,
+        hooks: Hooks,
+        logs: Logs,
+        forward_context: Context | None,
+        backward: Backward,
         window: AccumulationWindow,
         batch_weight: BatchWeight,
         zero_grad: Callable[[int], None],
@@ -55,17 +67,16 @@ class AutomaticStep(ModuleStep):
         skip_backward: bool,
         count_skipped: Callable[[], None],
     ) -> None:
-        super().__init__(context, "training_step")
+        super().__init__(module, hooks, logs, "training_step", forward_context)
         self.batch_idx = 0
         self.begins_window = True
         self.window = window
-        self.run_backward = Backward(context)
+        self.run_backward = backward
         self._zero_grad = zero_grad
         self._skip_backward = skip_backward
         self._count_skipped = count_skipped
         self._batch_weight = batch_weight
         # One process that computes a window together needs no weights, unless it does as several do.
-        processes = context.strategy.processes
         self._is_alone = processes.world_size == 1 and not processes.has_one_state
         is_unweighed = window.parts == 1 and self._is_alone
         self._usual_weight_of: WeightOf | None = None if is_unweighed else batch_weight

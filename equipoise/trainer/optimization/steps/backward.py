@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.interop.torch.autograd import is_changed, run_backward
+from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.hooks.hooks import Hooks
 
 __all__ = ["Backward"]
 
@@ -52,10 +51,8 @@ class Backward:
         before_hook: Called before `on_after_backward`, when the gradients are there; None: nothing is.
     """
 
-    def __init__(self, context: "RunContext") -> None:
-        hooks = context.hooks
-        strategy = context.strategy
-        self._scaler = context.precision.scaler
+    def __init__(self, strategy: Strategy, hooks: Hooks, precision: Precision) -> None:
+        self._scaler = precision.scaler
 
         # 1. The hooks, the user's `backward`, and the strategy's.
         self._before = hooks.bind("on_before_backward")

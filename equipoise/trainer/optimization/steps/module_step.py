@@ -7,23 +7,26 @@ the result of the step on the whole batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.parallel.batches.weighting import Weight, weighted_mean
 from equipoise.parallel.step_protocols import Around, PartialOutputs, StepResult
+from equipoise.precision import Precision
+from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.collection import Logged
+from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.optimization.steps.merged_logs import log_merged
 from equipoise.trainer.optimization.steps.step_extension import Context, step_extensions
+from equipoise.trainer.state.run_state import RunState
 
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
-
-__all__ = ["EXPLAINED", "ModuleStep", "explain_error"]
+__all__ = ["EXPLAINED", "ModuleStep", "explain_error", "training_forward_context"]
 
 # Errors whose cause may be tensors on different devices, or an unusual batch.
 EXPLAINED = (RuntimeError, TypeError, IndexError, ValueError)
@@ -57,15 +60,17 @@ class ModuleStep:
         in_micro_batches: True while a batch is computed in micro-batches after an out-of-memory error.
     """
 
-    def __init__(self, context: "RunContext", name: str) -> None:
-        self.module = context.module
-        self.method = context.hooks.bind_step(name)
+    def __init__(
+        self, module: LightningModule, hooks: Hooks, logs: Logs, name: str, forward_context: Context | None
+    ) -> None:
+        self.module = module
+        self.method = hooks.bind_step(name)
         self.indices: tuple[int, ...] = (0,)
         self.in_micro_batches = False
         self._name = name
-        self._hooks = context.hooks
-        self._logs = context.logs
-        self._forward_context = _forward_context(context, name)
+        self._hooks = hooks
+        self._logs = logs
+        self._forward_context = forward_context
         self._around: Around | None = None
         self.is_plain = self._forward_context is None
         self._methods: dict[nn.Module, Callable[..., Any]] = {}
@@ -203,11 +208,12 @@ class ModuleStep:
         return outputs
 
 
-def _forward_context(context: "RunContext", name: str) -> Context | None:
-    """Return the context in which a step runs: the precision's, and those of extensions within; None if none."""
-    contexts = [context.precision.forward_context]
-    if name == "training_step":
-        contexts += [extension.forward_context(context) for extension in step_extensions(context.state)]
+def training_forward_context(
+    state: RunState, module: LightningModule, strategy: Strategy, precision: Precision
+) -> Context | None:
+    """Return the context of a training step: the precision's, and those of extensions within; None if none."""
+    of_extensions = [extension.forward_context(state, module, strategy) for extension in step_extensions(state)]
+    contexts = [precision.forward_context, *of_extensions]
     needed = [enter for enter in contexts if enter is not None]
     if len(needed) < 2:
         return needed[0] if needed else None

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from equipoise.names.extensions import load_extension
+from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.hooks.hooks import Hooks
 
 if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
     from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Context", "InnerStep", "StepClass", "StepExtension", "step_extensions"]
@@ -51,7 +53,9 @@ class StepExtension:
             ConfigurationError: If they cannot.
         """
 
-    def check_run(self, context: "RunContext") -> None:
+    def check_run(
+        self, state: "RunState", module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision
+    ) -> None:
         """Check a fit before its optimisers are created.
 
         Raises:
@@ -65,17 +69,19 @@ class StepExtension:
             ConfigurationError: If it cannot be stepped this way.
         """
 
-    def step_class(self, context: "RunContext") -> StepClass | None:
+    def step_class(
+        self, state: "RunState", module: LightningModule, strategy: Strategy, hooks: Hooks, precision: Precision
+    ) -> StepClass | None:
         """Return what creates the training step of each epoch; None for the usual step."""
         return None
 
-    def forward_context(self, context: "RunContext") -> Context | None:
+    def forward_context(self, state: "RunState", module: LightningModule, strategy: Strategy) -> Context | None:
         """Return the context of a training step's forward, within that of the precision; None if it needs none."""
         return None
 
     def inner_step(
         self,
-        context: "RunContext",
+        state: "RunState",
         optimizer: Optimizer,
         zero_grad: Callable[[int], None],
         clip: Callable[[Optimizer], None],
@@ -83,7 +89,7 @@ class StepExtension:
         """Return the optimiser's step within the backward; None if it comes after the backward.
 
         Args:
-            context: The run.
+            state: The settings.
             optimizer: The optimiser.
             zero_grad: Function that zeroes the gradients. It receives the number of the batch.
             clip: Function that clips the gradients of the optimiser, if the settings say so.

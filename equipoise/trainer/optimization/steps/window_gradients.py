@@ -1,17 +1,16 @@
 """The gradients of an accumulation window: when they are zeroed, weighed by the strategy, unscaled and clipped."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.strategy_optimizer import StrategyOptimizers
+from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from equipoise.trainer.runtime.run_context import RunContext
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["WindowGradients"]
 
@@ -25,26 +24,28 @@ class WindowGradients:
 
     def __init__(
         self,
-        context: "RunContext",
+        state: RunState,
+        strategy: Strategy,
+        hooks: Hooks,
+        precision: Precision,
         window: AccumulationWindow,
         optimizer: Optimizer,
         optimizers: StrategyOptimizers,
         *,
         may_split: bool,
     ) -> None:
-        hooks = context.hooks
-        self._state = context.state
-        self._strategy = context.strategy
-        self._scaler = context.precision.scaler
+        self._state = state
+        self._strategy = strategy
+        self._scaler = precision.scaler
         self._window = window
         self._optimizer = optimizer
         self._optimizers = optimizers
 
         # 1. Zeroing. Torch's own `zero_grad` opens a record of the profiler, so it is not called.
-        self._counts = context.state.progress.zero_grad.current
+        self._counts = state.progress.zero_grad.current
         self._before_zero_grad = hooks.bind("on_before_zero_grad")
         self._user_zero_grad = hooks.bind_module("optimizer_zero_grad")
-        self._is_torch_zero_grad = all(map(_zeroes_as_torch, context.state.optimizers))
+        self._is_torch_zero_grad = all(map(_zeroes_as_torch, state.optimizers))
 
         # 2. Weighing. A window of one backward in one process has gradients that are right already, unless the strategy
         #    or the recovery from an out-of-memory error computes a batch in micro-batches.
