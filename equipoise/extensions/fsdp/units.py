@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import part_of
+from equipoise.extensions.fsdp.mesh.plans.patterns import expression_of
 from equipoise.formats import align_columns, format_bytes, format_count
-from equipoise.names.patterns import expression_of
 
 __all__ = ["ROOT", "Unit", "choose_units", "table_of", "unit_of", "units_of_module"]
 

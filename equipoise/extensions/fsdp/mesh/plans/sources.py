@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.fsdp.mesh.plans.patterns import expression_of
 from equipoise.extensions.fsdp.mesh.plans.styles import DIVIDED, STYLES, Style, check_plan
-from equipoise.names.patterns import expression_of
 
 __all__ = ["Plan", "plan_of_models", "written_plan"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
-from equipoise.names.patterns import expression_of
+from equipoise.extensions.fsdp.mesh.plans.patterns import expression_of
 from equipoise.tree import map_leaves, tensors_in
 
 __all__ = ["DividedBlocks"]
