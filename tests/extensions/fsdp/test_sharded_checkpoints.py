@@ -20,7 +20,7 @@ from equipoise import (
     WorkerError,
     merge_shards,
 )
-from equipoise.parallel.shards import pieces, saving
+from equipoise.extensions.fsdp.state.writing import pieces, saving
 from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
 from tests.extensions.fsdp.test_checkpoints import SavesAfter

@@ -1,17 +1,21 @@
-"""Sharded checkpoints written by threads that stand for processes."""
+"""Sharded checkpoints written by threads that stand for processes.
+
+The writer is that of `fsdp`, imported on use: in a copy of the core alone, tests that write are skipped.
+"""
 
 import io
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from equipoise.interop.remote.paths import AnyPath
-from equipoise.parallel.shards.pieces import Piece
-from equipoise.parallel.shards.saving import Content, save_folder
+
+if TYPE_CHECKING:
+    from equipoise.extensions.fsdp.state.writing.pieces import Piece
 
 __all__ = ["Exchange", "cut", "save"]
 
@@ -34,8 +38,10 @@ class Exchange:
         return exchange
 
 
-def cut(tensors: dict[str, Tensor], count: int) -> list[list[Piece]]:
+def cut(tensors: dict[str, Tensor], count: int) -> list[list["Piece"]]:
     """Return the pieces of each rank: rows of each tensor, as torch shards them; some ranks have none."""
+    from equipoise.extensions.fsdp.state.writing.pieces import Piece
+
     pieces: list[list[Piece]] = [[] for _ in range(count)]
     for name, tensor in tensors.items():
         rows = -(-len(tensor) // count)
@@ -49,11 +55,13 @@ def cut(tensors: dict[str, Tensor], count: int) -> list[list[Piece]]:
 
 def save(path: AnyPath, tensors: dict[str, Tensor], rest: Any, count: int = 2) -> None:
     """Write tensors in shards, and all else, by several ranks."""
+    from equipoise.extensions.fsdp.state.writing.saving import Content, save_folder
+
     file = io.BytesIO()
     torch.save(rest, file)
     exchange = Exchange(count)
 
-    def write(rank: int, pieces: list[Piece]) -> None:
+    def write(rank: int, pieces: list["Piece"]) -> None:
         content = Content(path, pieces, file.getvalue() if rank == 0 else None)
         save_folder(content, rank, exchange.of(rank))
 

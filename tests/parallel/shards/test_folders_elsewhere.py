@@ -194,7 +194,7 @@ def test_a_whole_one_returns_where_folders_exist(monkeypatch: pytest.MonkeyPatch
     def fail(*args: Any) -> None:
         raise ConnectionError("the line is dead")
 
-    monkeypatch.setattr("equipoise.parallel.shards.saving.write_pieces", fail)
+    monkeypatch.setattr("equipoise.extensions.fsdp.state.writing.saving.write_pieces", fail)
     try:
         with pytest.raises(CheckpointError, match="the line is dead"):
             write(path, 2.0)

@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from equipoise.extensions.fsdp.state.writing.background import InBackground
+from equipoise.extensions.fsdp.state.writing.pieces import HostCopies, pieces_of
+from equipoise.extensions.fsdp.state.writing.saving import Content, save_folder
 from equipoise.interop.remote.paths import to_path
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.processes import Processes
-from equipoise.parallel.shards.background import InBackground
-from equipoise.parallel.shards.pieces import HostCopies, pieces_of
 from equipoise.parallel.shards.placeholders import make_placeholder
-from equipoise.parallel.shards.saving import Content, save_folder
 from equipoise.strategies.checkpoint_folders import CheckpointFolders
 
 __all__ = ["CollectedShards", "ShardFolders"]

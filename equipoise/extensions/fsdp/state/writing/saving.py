@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from equipoise.errors import CheckpointError
+from equipoise.extensions.fsdp.state.writing.pieces import Piece, write_pieces
 from equipoise.interop.remote.files import RemotePath
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
@@ -34,7 +35,6 @@ from equipoise.parallel.shards.index import (
     rest_file,
     write_index,
 )
-from equipoise.parallel.shards.pieces import Piece, write_pieces
 
 __all__ = ["Content", "save_folder"]
 
@@ -90,9 +90,12 @@ def save_folder(content: Content, rank: int, exchange: Exchange) -> None:
     steps = _Steps(content, exchange)
     part = _PartOfProcess(content, rank)
     try:
+        # 1. The folder, which the first process makes.
         folder, part.token = steps.run(part.begin)[0]
         part.folder = to_path(folder)
+        # 2. The shards of each process.
         written = steps.run(part.write)
+        # 3. All else, by the first process.
         steps.run(partial(part.end, written))
     except BaseException:
         part.discard()
