@@ -240,7 +240,7 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
             f"ckpt_path={choice}, but no earlier run of this module left a checkpoint under outputs. {way_out}"
         )
     if isinstance(choice, str):
-        check_is_file(choice)
+        check_is_file(to_path(choice))
     return choice
 
 

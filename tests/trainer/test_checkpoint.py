@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from equipoise import CheckpointError, Trainer
 from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.reading import load_checkpoint
 from tests.conftest import ignoring
 from tests.parity.comparison import differences
 from tests.support.trainer_runs import Data, Small, Validated, loader, refuses, saved, trainer
@@ -216,14 +217,14 @@ def test_a_place_that_only_fsspec_knows(memory: Any) -> None:
     again.fit(Small(), loader(), ckpt_path="memory://run/kept/last.ckpt")
     assert again.global_step == 9
     with pytest.raises(CheckpointError, match=r"'memory://run/kept/gone\.ckpt'"):
-        read_checkpoint("memory://run/kept/gone.ckpt")
+        load_checkpoint("memory://run/kept/gone.ckpt")
 
 
 def test_a_local_place_given_as_a_url(tmp_path: Path) -> None:
     run = trainer()
     run.fit(Small(), loader())
     run.save_checkpoint(f"file://{tmp_path}/x.ckpt")
-    assert read_checkpoint(f"file://{tmp_path}/x.ckpt")["epoch"] == read(tmp_path / "x.ckpt")["epoch"] == 1
+    assert load_checkpoint(f"file://{tmp_path}/x.ckpt")["epoch"] == read(tmp_path / "x.ckpt")["epoch"] == 1
 
 
 # Which one

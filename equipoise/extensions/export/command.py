@@ -15,6 +15,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.export.export import Export, export_weights
 from equipoise.extensions.export.pretrained import find_models
 from equipoise.extensions.export.weights import chosen_state
+from equipoise.interop.remote.paths import to_path
 from equipoise.trainer.checkpointing.file import check_is_file, read_checkpoint
 from equipoise.trainer.checkpointing.module.names import with_present_names
 
@@ -86,10 +87,11 @@ def _load(class_path: str, checkpoint: str, choice: str | None) -> LightningModu
     kind: Any = locate(class_path, "--module")
     if not isinstance(kind, type) or not issubclass(kind, LightningModule):
         raise ConfigurationError(f"--module must name a LightningModule, not {class_path}.")
-    check_is_file(checkpoint)
+    place = to_path(checkpoint)
+    check_is_file(place)
     if os.path.isdir(checkpoint):
         raise ConfigurationError("--module needs a checkpoint that is one file: merge_shards(CKPT, FILE) makes it.")
-    content = read_checkpoint(checkpoint)
+    content = read_checkpoint(place)
     content["state_dict"] = chosen_state(content, choice)
     try:
         module: LightningModule = _made(kind, checkpoint)

@@ -45,14 +45,13 @@ _INDEX_OF_TORCH = ".metadata"
 _PIECE = 1 << 24
 
 
-def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
+def is_sharded_checkpoint(path: AnyPath) -> bool:
     """Return True if a path is a folder with the index of a sharded checkpoint."""
-    return (to_path(path) / INDEX).is_file()
+    return (path / INDEX).is_file()
 
 
-def has_shards(path: str | os.PathLike[str]) -> bool:
+def has_shards(folder: AnyPath) -> bool:
     """Return True if a path is a folder with shards, also if it is not complete or in torch's format."""
-    folder = to_path(path)
     # Whoever may read a file need not be allowed to list a folder; the error of reading says what else is wrong.
     with suppress(OSError, ConfigurationError):
         return folder.is_dir() and any(map(_is_sign, folder.iterdir()))
@@ -63,9 +62,8 @@ def _is_sign(file: AnyPath) -> bool:
     return file.name in (INDEX, REST, _INDEX_OF_TORCH) or file.name.endswith(".shards")
 
 
-def folder_of_part(path: str | os.PathLike[str]) -> AnyPath | None:
+def folder_of_part(file: AnyPath) -> AnyPath | None:
     """Return the sharded checkpoint to which a file belongs; None for any other file."""
-    file = to_path(path)
     folder = file.parent
     if is_rest(file.name) and is_sharded_checkpoint(folder) and has_only_our_names(folder):
         return folder
@@ -89,8 +87,8 @@ class ShardReader(StorageReader):
         tensors: The tensors in shards, by name.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path: AnyPath = to_path(path)
+    def __init__(self, path: AnyPath) -> None:
+        self.path = path
         try:
             self._index = _checked_index(self.path)
         except CheckpointError as error:
@@ -206,7 +204,7 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return True for a folder with an index of this format."""
-        return is_sharded_checkpoint(checkpoint_id)
+        return is_sharded_checkpoint(to_path(checkpoint_id))
 
     # Shards.
 

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from equipoise.errors import CheckpointError, CheckpointNotFoundError
-from equipoise.interop.remote.paths import to_path
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
 if TYPE_CHECKING:
@@ -219,11 +219,11 @@ def newest_first(paths: Iterable[P]) -> list[P]:
 # Reading
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, values: bool = True) -> dict[str, Any]:
+def read_checkpoint(path: AnyPath, *, weights_only: bool = True, values: bool = True) -> dict[str, Any]:
     """Read a checkpoint, with all tensors on the CPU.
 
     Args:
-        path: A local path, or a URL that fsspec knows.
+        path: Its path.
         weights_only: True: no code in the file is run, and objects that are not data become stand-ins. False: all
             objects are created, which runs any code that the file names. Default: True.
         values: Whether to read the values of tensors. Default: True. False: tensors of a file that is read as data are
@@ -248,7 +248,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, 
 
 
 @contextmanager
-def explaining_reads(path: str | os.PathLike[str], *, weights_only: bool = True) -> Iterator[None]:
+def explaining_reads(path: AnyPath, *, weights_only: bool = True) -> Iterator[None]:
     """Turn any error while a checkpoint is read into a `CheckpointError` that names the file.
 
     Args:
@@ -271,11 +271,11 @@ def explaining_reads(path: str | os.PathLike[str], *, weights_only: bool = True)
 
 
 @contextmanager
-def open_checkpoint(path: str | os.PathLike[str]) -> Iterator["OpenArchive"]:
+def open_checkpoint(path: AnyPath) -> Iterator["OpenArchive"]:
     """Open a checkpoint whose tensors get their values one by one; it is read as data.
 
     Args:
-        path: A local path, or a URL that fsspec knows.
+        path: Its path.
 
     Yields:
         The open file, with the content of `read_checkpoint(path, values=False)`. Read values in `explaining_reads`.
@@ -331,18 +331,17 @@ def _read_objects(file: IO[bytes]) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False)
 
 
-def check_is_file(path: str | os.PathLike[str]) -> None:
+def check_is_file(path: AnyPath) -> None:
     """Check that a checkpoint exists.
 
     Args:
-        path: Its path. A remote file, such as `s3://...`, is not checked.
+        path: Its path. A file elsewhere is not checked.
 
     Raises:
         CheckpointNotFoundError: If there is no such file; the message names other checkpoints in the same folder.
     """
     from equipoise.parallel.shards.reading import has_shards
 
-    path = to_path(path)
     if not isinstance(path, Path) or path.is_file() or has_shards(path):
         return
     problem = "does not exist"
@@ -361,15 +360,14 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     raise CheckpointNotFoundError(f"The checkpoint {str(path)!r} {problem}.{hint}")
 
 
-def _unreadable(path: str | os.PathLike[str], error: Exception, *, weights_only: bool) -> str:
+def _unreadable(path: AnyPath, error: Exception, *, weights_only: bool) -> str:
     """Return the message for a file that cannot be read."""
     reason = str(error)
     if not isinstance(error, CheckpointError):
         # In one line: messages of torch have several.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
     reason = reason.rstrip(".")
-    place = to_path(path)
-    size = f" ({place.stat().st_size} bytes)" if isinstance(place, Path) else ""
+    size = f" ({path.stat().st_size} bytes)" if isinstance(path, Path) else ""
     advice = "It is damaged, truncated or no checkpoint at all. Take an earlier one."
     if not weights_only:
         advice = "It is damaged, or the code that it names has changed. Without weights_only=False it is read as data."

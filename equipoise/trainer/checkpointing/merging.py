@@ -35,12 +35,12 @@ def merge_shards(
         >>> merge_shards("last.ckpt", "last-whole.ckpt")  # doctest: +SKIP
         PosixPath('last-whole.ckpt')
     """
-    target = to_path(path)
-    if _resolved(target) == _resolved(to_path(folder)):
+    source, target = to_path(folder), to_path(path)
+    if _resolved(source) == _resolved(target):
         raise CheckpointError(f"{str(target)!r} is the sharded checkpoint itself. Choose another path for the file.")
-    if to_path(folder).is_file() and not is_sharded_checkpoint(folder):
-        raise CheckpointError(f"{os.fspath(folder)!r} is a file, so it is whole already.")
-    checkpoint = read_folder(folder, weights_only=weights_only is not False)
+    if source.is_file() and not is_sharded_checkpoint(source):
+        raise CheckpointError(f"{str(source)!r} is a file, so it is whole already.")
+    checkpoint = read_folder(source, weights_only=weights_only is not False)
     write_checkpoint(checkpoint, target)
     return target
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import (
@@ -59,9 +60,10 @@ def load_checkpoint(
     from equipoise.trainer.checkpointing.module.weight_formats import format_of
 
     # 1. Read the file.
+    place = to_path(path)
     weight_format = format_of(path, checkpoint_io)
     if weight_format is not None:
-        check_is_file(path)
+        check_is_file(place)
         # Callbacks receive the weights, too, as from a checkpoint without states of callbacks.
         return {"state_dict": weight_format.read(path), "callbacks": {}}
     if weights_only is False:
@@ -69,11 +71,11 @@ def load_checkpoint(
             f"weights_only=False: the code that the checkpoint {os.fspath(path)!r} names is run. Do so only with files"
             " that you trust."
         )
-    check_is_no_part(path)
-    if has_shards(path):
-        checkpoint = read_folder(path, weights_only=weights_only is not False, keep_shards=keep_shards)
+    check_is_no_part(place)
+    if has_shards(place):
+        checkpoint = read_folder(place, weights_only=weights_only is not False, keep_shards=keep_shards)
     else:
-        checkpoint = _read_file(path, checkpoint_io, weights_only=weights_only is not False)
+        checkpoint = _read_file(path, place, checkpoint_io, weights_only=weights_only is not False)
     rank_zero_info(f"Restoring states from the checkpoint path at {path}")
 
     # 2. Migrate it. Lightning changes the content, which may be damaged in any way.
@@ -90,7 +92,7 @@ def load_checkpoint(
     return checkpoint
 
 
-def check_is_no_part(path: str | os.PathLike[str]) -> None:
+def check_is_no_part(path: AnyPath) -> None:
     """Check that a path is not that of a file in a sharded checkpoint.
 
     Raises:
@@ -106,9 +108,7 @@ def check_is_no_part(path: str | os.PathLike[str]) -> None:
         )
 
 
-def read_folder(
-    path: str | os.PathLike[str], *, weights_only: bool = True, keep_shards: bool = False
-) -> dict[str, Any]:
+def read_folder(path: AnyPath, *, weights_only: bool = True, keep_shards: bool = False) -> dict[str, Any]:
     """Read a sharded checkpoint: its file beside the shards as any checkpoint, and the shards as bytes.
 
     Args:
@@ -151,11 +151,11 @@ def open_any_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str
     from equipoise.parallel.shards.reading import ShardReader, has_shards
     from equipoise.parallel.shards.sources import connect_placeholders, source_of
 
-    check_is_no_part(path)
+    file = to_path(path)
+    check_is_no_part(file)
     reader = None
-    file = path
-    if has_shards(path):
-        reader = ShardReader(path)
+    if has_shards(file):
+        reader = ShardReader(file)
         file = reader.rest
     with open_checkpoint(file) as archive:
         if reader is not None:
@@ -185,9 +185,10 @@ def run_of(path: Any, checkpoint_io: CheckpointIO | None = None) -> str | None:
     from equipoise.parallel.shards.reading import ShardReader, has_shards
 
     try:
-        if has_shards(path):
-            path = ShardReader(path).rest
-        checkpoint = _read_file(path, checkpoint_io, weights_only=True, values=False)
+        place = to_path(path)
+        if has_shards(place):
+            path = place = ShardReader(place).rest
+        checkpoint = _read_file(path, place, checkpoint_io, weights_only=True, values=False)
         run = checkpoint.get(OUR_KEY, {}).get("run")
     except Exception:
         # A damaged file, or a plugin, may raise any error.
@@ -205,11 +206,11 @@ def _reads_common_files(checkpoint_io: CheckpointIO) -> bool:
 
 
 def _read_file(
-    path: Any, checkpoint_io: CheckpointIO | None, *, weights_only: bool, values: bool = True
+    path: Any, place: AnyPath, checkpoint_io: CheckpointIO | None, *, weights_only: bool, values: bool = True
 ) -> dict[str, Any]:
-    """Read a file by a plugin, if only that can; it reads all values."""
+    """Read a file by a plugin, if only that can; it reads all values, and receives the path as the user wrote it."""
     if checkpoint_io is None or _reads_common_files(checkpoint_io):
-        return read_checkpoint(path, weights_only=weights_only, values=values)
+        return read_checkpoint(place, weights_only=weights_only, values=values)
     try:
         checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     except UnpicklingError as error:

@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert not list(differences(content, read_checkpoint(path)))
     assert os.listdir(path.parent) == ["x.ckpt"]
     write_checkpoint({**content, "more": []}, str(path))
-    assert read_checkpoint(str(path))["more"] == []
+    assert read_checkpoint(path)["more"] == []
 
 
 def test_values_can_be_left_unread(tmp_path: Path) -> None:
