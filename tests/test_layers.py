@@ -40,6 +40,9 @@ NAMING_THE_TRAINER = {
 }
 
 
+# Comparisons for extensions, beside those of the core.
+FOR_EXTENSIONS_ALONE = {"parallel/equality.py", "parallel/divergence/changes.py"}
+
 # Which extension imports which others. All of them import the core.
 EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "common": set(),
@@ -265,6 +268,16 @@ def test_extensions_import_each_other_only_as_listed() -> None:
             others = {extension_of(target) for target in targets} - {name, None}
             edges.setdefault(name, set()).update(str(other) for other in others)
     assert edges == EDGES_BETWEEN_EXTENSIONS
+
+
+@pytest.mark.whole_package
+def test_the_core_has_what_it_uses() -> None:
+    """What one extension needs belongs there, and what several need into `common`."""
+    used_by: dict[bool, set[Path]] = {True: set(), False: set()}
+    for path in FILES:
+        used_by[extension_of(path) is None] |= imported_files(path, typing=True)
+    for_extensions = used_by[False] - used_by[True]
+    assert {relative(path) for path in for_extensions if extension_of(path) is None} <= FOR_EXTENSIONS_ALONE
 
 
 def test_extensions_do_not_import_in_circles() -> None:
