@@ -139,19 +139,6 @@ class Checkpointed(nn.Module):
         return self.outer(outputs)
 
 
-class Adversaries(nn.Module):
-    """A network that makes features from noise, with statistics of a batch, and one that judges them, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
-        self.discriminator = nn.Sequential(nn.Linear(8, WIDTH), nn.LeakyReLU(), nn.Dropout(0.3), nn.Linear(WIDTH, 1))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Judge what is made from some of the features."""
-        return self.discriminator(self.generator(features[:, :4]))
-
-
 def perceptron() -> nn.Module:
     """Return layers with statistics of a batch and dropout."""
     first = [nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.4)]
@@ -201,6 +188,4 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "depthwise": depthwise,
     "spectral": spectral,
     "instances": instances,
-    # Trained by hand.
-    "adversaries": Adversaries,
 }

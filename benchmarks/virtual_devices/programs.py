@@ -65,7 +65,7 @@ def draw(seed: int) -> Program:
     # Torch has no norm of sparse gradients.
     clip = choice.choice((None, None if network == "sparse embedding" else 0.5))
     count = choice.choice((4, 5, 8))
-    one_process = tuple(choice.random() < 0.4 and network != "adversaries" for _ in (0, *stops))
+    one_process = tuple(choice.random() < 0.4 for _ in (0, *stops))
     devices = []
     for is_one in one_process:
         # A single run on a single device would be compared with itself.
@@ -88,7 +88,7 @@ def draw(seed: int) -> Program:
         one_process=one_process,
         stops=stops,
         shares=choice.random() < 0.3,
-        verify=0 if network == "adversaries" else choice.choice((*[0] * 9, 2)),
+        verify=choice.choice((*[0] * 9, 2)),
     )
 
 
@@ -127,45 +127,6 @@ class Task(LightningModule):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class TaskByHand(Task):
-    """Trains two networks against each other, each with an optimiser of its own, and a schedule by step."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Train both on a part; a step of an optimiser ends a window."""
-        features = batch[0] * random.uniform(0.9, 1.1) + 0.05 * float(np.random.randn())
-        network = self.network
-        made = network.generator(torch.randn(len(features), 4))
-        steps = (batch_idx + 1) % self.program.window == 0
-        for index, name in enumerate(("discriminator", "generator")):
-            optimizer, schedule = self.optimizers()[index], self.lr_schedulers()[index]
-            self.toggle_optimizer(optimizer)
-            if name == "generator":
-                loss = nn.functional.softplus(-network.discriminator(made)).mean()
-            else:
-                loss = nn.functional.softplus(-network.discriminator(features)).mean()
-                loss = loss + nn.functional.softplus(network.discriminator(made.detach())).mean()
-            self.manual_backward(loss / self.program.window)
-            if steps:
-                if self.program.clip is not None:
-                    self.clip_gradients(optimizer, self.program.clip, "norm")
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-            self.untoggle_optimizer(optimizer)
-            self.log(f"loss_of_{name}", loss, on_step=True, on_epoch=True)
-        self.log("largest", made.max(), reduce_fx="max")
-
-    def configure_optimizers(self) -> Any:
-        """Return the optimisers and their schedules."""
-        first = torch.optim.AdamW(self.network.discriminator.parameters(), lr=0.01)
-        second = torch.optim.SGD(self.network.generator.parameters(), lr=0.05, momentum=0.9)
-        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(one, 0.97) for one in (first, second)]
 
 
 class Augmented(Dataset[Any]):
@@ -300,12 +261,6 @@ def fit(
         shares=shares,
         one_process=one_process,
     )
-    task: type[Task] = Task
-    of_windows: Any = {"accumulate_grad_batches": program.window, "gradient_clip_val": program.clip}
-    if program.network == "adversaries":
-        # By hand, the step accumulates and clips itself.
-        task = TaskByHand
-        of_windows = {}
     trainer = Trainer(
         verify=program.verify,
         strategy=strategy,
@@ -313,12 +268,13 @@ def fit(
         devices=devices,
         max_epochs=2,
         precision=program.precision,
-        **of_windows,
+        accumulate_grad_batches=program.window,
+        gradient_clip_val=program.clip,
         callbacks=callbacks,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(task(program), *_loaders(program), ckpt_path=path)
+    trainer.fit(Task(program), *_loaders(program), ckpt_path=path)
     return trainer

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ("PenaltyOnGradients", "ddp", "equal"),
         ("ClampedCritic", "fsdp, one unit", "equal"),
         ("RetainedGraph", "fsdp, one unit", "refused: A backward needs weights that an earlier backward"),
-        ("PlainBackward", "virtual", "refused: `loss.backward()` computes the gradients of a part alone"),
+        ("PlainBackward", "virtual", "refused: PlainBackward optimises by hand (automatic_optimization=False)"),
     ],
 )
 def test_cells(program: str, strategy: str, expected: str) -> None:

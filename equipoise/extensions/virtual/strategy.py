@@ -1,10 +1,9 @@
 """VirtualDevicesStrategy: the same weights to the bit, whatever the number of devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -218,7 +217,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         self._modules.measure()
 
     def check_module(self, module: nn.Module, *, training: bool) -> None:
-        """Refuse steps that pull batches; see `Strategy.check_module`."""
+        """Refuse modules that optimise by hand, or that cannot be copied; see `Strategy.check_module`."""
         if len(self.devices) > 1:
             check_replicable(module, self.devices)
         # The first call of a run in its process: layers that the module creates in it are initialised alike.
@@ -226,20 +225,11 @@ class VirtualDevicesStrategy(ProcessStrategy):
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
         if training and not getattr(module, "automatic_optimization", True):
-            self._check_by_hand(module)
-
-    def _check_by_hand(self, module: Any) -> None:
-        is_profiled = not isinstance(module.trainer.profiler, PassThroughProfiler)
-        obstacles = {
-            "one_process=True would need new weights on several devices in each step": len(self.devices) > 1,
-            "a profiler would measure parts that run at the same time": is_profiled,
-        }
-        for obstacle, is_present in obstacles.items():
-            if is_present:
-                raise ConfigurationError(
-                    f"{type(module).__name__} optimises by hand, and under strategy={self.name!r} {obstacle}. Leave it"
-                    " out, or take automatic optimisation."
-                )
+            raise ConfigurationError(
+                f"{type(module).__name__} optimises by hand (automatic_optimization=False), but under"
+                f" strategy={self.name!r} a process runs `training_step` once for each of its virtual devices, and each"
+                " of them would step the optimisers. Take automatic optimisation, or strategy='ddp'."
+            )
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module, the same in all processes; see `Strategy.setup`."""
@@ -253,14 +243,8 @@ class VirtualDevicesStrategy(ProcessStrategy):
         metrics = MetricExchange(module, modules)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
-        steps: Callable[..., PartSteps] = PartSteps
-        if not getattr(module, "automatic_optimization", True):
-            from equipoise.extensions.virtual.by_hand.manual_steps import ManualSteps
-
-            # All parts take the steps of optimisers together.
-            steps = ManualSteps
         ranges = self._ranges_of_processes()
-        self._steps = steps(module, modules, size_of, self._weights, self.count, ranges, processes, metrics)
+        self._steps = PartSteps(module, modules, size_of, self._weights, self.count, ranges, processes, metrics)
         self._rounds = EvaluationRounds(module, processes, self.root_device, metrics)
 
     def share_batch_statistics(self, module: nn.Module) -> None:
@@ -299,10 +283,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
             self._metrics = None
         # Both hold the module.
         vars(self).pop("_rounds", None)
-        steps = vars(self).pop("_steps", None)
-        if steps is not None:
-            # Threads of parts, in manual optimisation.
-            steps.close()
+        vars(self).pop("_steps", None)
         self._modules = None
         super().teardown(error)
 

@@ -95,9 +95,6 @@ class PartSteps:
         # Whether each parameter has a gradient where the step begins.
         self._have_gradients: list[bool] = []
 
-    def close(self) -> None:
-        """Release what steps hold, at the end of the run."""
-
     def run(self, step: TrainingStep, parts: Sequence[Part]) -> StepResult:
         """Compute the parts of a batch. The gradients of the whole step are added to those of the window.
 
