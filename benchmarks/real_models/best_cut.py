@@ -18,48 +18,38 @@ class MeasuredCalls:
 
     Attributes:
         calls: The calls of the network; empty before they are measured.
-        rest: Seconds of what the step computes after the network's call.
     """
 
     calls: list[Block] = field(default_factory=list)
-    rest: float = 0.0
 
     def notes(self) -> dict[str, Any]:
         """The best cut and the largest piece; empty if nothing was measured."""
         if not self.calls:
             return {}
-        name, share = largest_piece(self.calls, self.rest)
-        return {"best_to_mean": best_to_mean(self.calls, self.rest), "piece": name, "piece_to_mean": share}
+        name, share = largest_piece(self.calls)
+        return {"best_to_mean": best_to_mean(self.calls), "piece": name, "piece_to_mean": share}
 
 
 @contextmanager
 def calls_noted(into: MeasuredCalls) -> Iterator[None]:
     """Note the costs from which cuts are chosen within the context."""
-    merge_blocks, add_rest = measured_cut.merge_blocks, measured_cut.add_rest
+    merge_blocks = measured_cut.merge_blocks
 
     def noting_calls(blocks: Sequence[Block], stages: int) -> Any:
         into.calls = list(blocks)
         return merge_blocks(blocks, stages)
 
-    def noting_rest(blocks: Sequence[Block], rest: Block) -> Any:
-        into.rest = rest.seconds
-        return add_rest(blocks, rest)
-
-    with (
-        mock.patch.object(measured_cut, "merge_blocks", noting_calls),
-        mock.patch.object(measured_cut, "add_rest", noting_rest),
-    ):
+    with mock.patch.object(measured_cut, "merge_blocks", noting_calls):
         yield
 
 
-def best_to_mean(calls: Sequence[Block], rest: float) -> float:
+def best_to_mean(calls: Sequence[Block]) -> float:
     """The slower stage of the best cut into two, by the mean of both.
 
     Args:
         calls: The calls of a network.
-        rest: Seconds that the last stage takes beyond its calls.
     """
-    total = sum(call.seconds for call in calls) + rest
+    total = sum(call.seconds for call in calls)
     slowest = total
     first_stage = 0.0
     for call in calls[:-1]:
@@ -69,14 +59,13 @@ def best_to_mean(calls: Sequence[Block], rest: float) -> float:
     return 2 * slowest / total
 
 
-def largest_piece(calls: Sequence[Block], rest: float) -> tuple[str, float]:
+def largest_piece(calls: Sequence[Block]) -> tuple[str, float]:
     """The longest piece that no cut divides: the name of its longest call, and its time by the mean of two stages.
 
     Args:
         calls: The calls of a network.
-        rest: Seconds that the last stage takes beyond its calls.
     """
-    total = sum(call.seconds for call in calls) + rest
+    total = sum(call.seconds for call in calls)
     name, longest = "", 0.0
     piece: list[Block] = []
     for index, call in enumerate(calls):
@@ -84,7 +73,7 @@ def largest_piece(calls: Sequence[Block], rest: float) -> tuple[str, float]:
         is_last = index == len(calls) - 1
         if not call.may_end and not is_last:
             continue
-        seconds = sum(each.seconds for each in piece) + rest * is_last
+        seconds = sum(each.seconds for each in piece)
         if seconds > longest:
             longest = seconds
             name = max(piece, key=lambda each: each.seconds).name

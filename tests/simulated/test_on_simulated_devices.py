@@ -33,7 +33,7 @@ GROUPS = {
     ],
     "pipeline": [
         *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "zero_bubble", "checkpoints")),
-        *(f"{PIPELINE}/test_{name}.py" for name in ("library_models", "loss_profile", "stacks", "faults")),
+        *(f"{PIPELINE}/test_{name}.py" for name in ("library_models", "stacks", "faults")),
         "tests/strategies/replicated",
     ],
     "processes": [f"{PIPELINE}/test_{name}.py" for name in ("processes", "averages")],

@@ -9,7 +9,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut, cut_as_pinned, cut_by_names
-from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import cut_automatically, narrow_to_micro_batch
 
 __all__ = ["CommonCut", "CutChoice"]
@@ -124,19 +123,18 @@ class CutChoice:
             return micro_batch
         return tensors
 
-    def measured(self, traced: Traced, name: str, tensors: Sequence[Tensor], rest: LossProfile | None) -> Cut:
+    def measured(self, traced: Traced, name: str, tensors: Sequence[Tensor]) -> Cut:
         """Return the best cut by measured costs, or the one that another replica has measured earlier.
 
         Args:
             traced: The forward.
             name: The network's name in the user's module.
             tensors: Tensors of a call with one micro-batch.
-            rest: Measures what a step computes after the network's call; None: that does not count.
         """
         options = self._options
         if not options.links and self._time_links is not None:
             options = replace(options, links=self._time_links())
-        cut = cut_automatically(traced, self._module, tensors, options, name, rest)
+        cut = cut_automatically(traced, self._module, tensors, options, name)
         if self._common_cut is None:
             return cut
         first_cut = self._common_cut.publish(cut.pinned)

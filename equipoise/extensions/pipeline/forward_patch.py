@@ -57,15 +57,6 @@ class ForwardPatch:
                 del module.forward
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Replace the forwards within the context."""
-        self.apply()
-        try:
-            yield
-        finally:
-            self.remove()
-
-    @contextmanager
     def removed(self) -> Iterator[None]:
         """Put the original forwards back within the context."""
         self.remove()

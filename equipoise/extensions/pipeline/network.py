@@ -29,7 +29,6 @@ from equipoise.extensions.pipeline.planning.cut import (
     PinnedCut,
     table_of,
 )
-from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import TooFewBlocks, largest_opaque
 from equipoise.extensions.pipeline.processes.engine import ProcessPipeline
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
@@ -70,7 +69,6 @@ class StagedNetwork:
     Attributes:
         cut: The cut; None before the first call.
         running: The stages of the last call; None before it.
-        rest: Measures what a training step computes after the call; None if there is no such step.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class StagedNetwork:
         self._choice = CutChoice(module, options, names, pinned, common_cut, time_links)
         self.cut: Cut | None = None
         self.running: Pipeline | ProcessPipeline | None = None
-        self.rest: LossProfile | None = None
         self.placement = Placement(
             module,
             options.devices,
@@ -176,30 +173,13 @@ class StagedNetwork:
         """Use the cut of an earlier run, unless the network is cut already."""
         self._choice.pin(cut)
 
-    @contextmanager
-    def profiled_by(self, profile: LossProfile) -> Iterator[None]:
-        """Measure what a training step computes after its call within the context."""
-        self.rest = profile
-        try:
-            yield
-        finally:
-            self.rest = None
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Intercept calls within the context, where they are let through otherwise."""
-        with self._patch.applied():
-            yield
-
     def _interceptor(self, name: str) -> Callable[..., Any]:
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # 1. A stage that contains the whole network computes it.
             if is_inside_stage():
                 return self._patch.original_of(name, module)(*args, **kwargs)
 
-            # 2. A training step stops here, while it is measured or until the stages have run.
-            if self.rest is not None and self.rest.running:
-                return self.rest.network_output()
+            # 2. A training step stops here until the stages have run.
             step = current_step()
             if step is not None:
                 output = step.suspend(name, args, kwargs)
@@ -423,7 +403,7 @@ class StagedNetwork:
             if is_full_batch and self.training:
                 tensors = self._choice.narrowed(traced, tensors)
             with self._patch.removed():
-                cut = self._choice.measured(traced, name, tensors, self.rest)
+                cut = self._choice.measured(traced, name, tensors)
         return traced, cut
 
     def _cut_between_layers(
@@ -446,7 +426,7 @@ class StagedNetwork:
         device = self.options.measured_on or self.options.devices[0]
         call = NetworkCall(self._modules[name], self._patch.original(name), structure, self.module, device)
         with self._patch.removed():
-            cut = stacked.cut(call, choice.given_names(), choice.earlier(), self.rest)
+            cut = stacked.cut(call, choice.given_names(), choice.earlier())
         if cut is None:
             return None
         # A cut of an earlier run was quicker then, and is not measured again.

@@ -48,7 +48,7 @@ def test_all_replicas_take_the_first_cut() -> None:
     first = PinnedCut(names=["layers.1"], calls=[names[-1]])
     assert common_cut.publish(first) == first
     assert common_cut.read() == first
-    chosen = choice_for(network, common_cut=common_cut).measured(traced, "", tensors, None)
+    chosen = choice_for(network, common_cut=common_cut).measured(traced, "", tensors)
     assert chosen.pinned.calls == first.calls
 
 
@@ -61,11 +61,11 @@ def test_links_are_timed_for_a_measured_cut_alone() -> None:
         calls.append(0)
         return [1.0, 1.0]
 
-    slow = choice_for(network, time_links=time_links).measured(traced, "", tensors, None)
+    slow = choice_for(network, time_links=time_links).measured(traced, "", tensors)
     assert calls == [0]
     # A float of 4 samples with 256 features, there and back, in stages on both sides.
     seconds = 2 * 4 * 256 * 4
     assert all(stage.forward + stage.backward > seconds for stage in slow.stages)
-    given = choice_for(network, links=[2.0, 2.0], time_links=time_links).measured(traced, "", tensors, None)
+    given = choice_for(network, links=[2.0, 2.0], time_links=time_links).measured(traced, "", tensors)
     assert all(stage.forward + stage.backward > 2 * seconds for stage in given.stages)
     assert calls == [0]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.communication.membership import in_group
@@ -30,12 +29,10 @@ class StageLinks:
 
     Attributes:
         stages: Group for the values of stages and for commands; None: torch's default group.
-        beats: Store for heartbeats.
         devices: Device of each process, in the order of ranks.
     """
 
     stages: dist.ProcessGroup | None
-    beats: Store
     devices: list[torch.device]
 
 
@@ -69,7 +66,7 @@ def in_replica(
         store.set(keys[rank], str(device))
         store.wait(keys, limit)
         devices = [torch.device(store.get(key).decode()) for key in keys]
-        yield StageLinks(stages, PrefixStore(f"beats/{replica}", store), devices)
+        yield StageLinks(stages, devices)
         # No process leaves while another still exchanges with it.
         stages.barrier().wait()
 
@@ -79,10 +76,7 @@ def _only_replica(place: Rank, device: torch.device, *, timeout: float, port: in
     """Join the processes of a pipeline that has one replica; see `in_replica`."""
     with in_group(place, device, timeout=timeout, port=port, backend="gloo"):
         devices = [torch.device(name) for name in gather_objects(str(device))]
-        assert dist.group.WORLD is not None
-        # Another program may have begun the group.
-        store = PrefixStore("beats", dist.group.WORLD.get_group_store())
-        yield StageLinks(None, store, devices)
+        yield StageLinks(None, devices)
 
 
 def index_of_device(local_rank: int, count: int, num_devices: int) -> int:

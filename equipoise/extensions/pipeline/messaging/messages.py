@@ -123,7 +123,6 @@ class Messenger:
 
     Attributes:
         broken: True after a message was interrupted, so that nothing after it could be understood.
-        waits: True while this process waits for a value to arrive or to leave; both end after the timeout.
     """
 
     def __init__(self, timeout: float, group: dist.ProcessGroup | None = None) -> None:
@@ -137,7 +136,6 @@ class Messenger:
         # for that thread.
         self._arrived: Any = None
         self.broken = False
-        self.waits = False
 
     # Sending.
 
@@ -194,7 +192,7 @@ class Messenger:
 
     def flush(self) -> None:
         """Wait until all values have left, so that they may change."""
-        with self._unbroken(), self._waiting():
+        with self._unbroken():
             while self._leaving:
                 work, _ = self._leaving.popleft()
                 work.wait(self._timeout)
@@ -225,7 +223,7 @@ class Messenger:
         way = (source, tag)
         if way not in self._coming:
             self.expect(source, tag)
-        with self._unbroken(), self._waiting():
+        with self._unbroken():
             # 1. Receive the length.
             work, first = self._coming.pop(way)
             timeout = _FOREVER if idle else self._timeout
@@ -275,14 +273,6 @@ class Messenger:
         return work
 
     # State of the connection.
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self.waits = True
-        try:
-            yield
-        finally:
-            self.waits = False
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:

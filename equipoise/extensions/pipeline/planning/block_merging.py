@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 
-__all__ = ["add_rest", "merge_blocks"]
+__all__ = ["merge_blocks"]
 
 # Where a cut is allowed, a block takes at least this fraction (1 / _FINEST) of an average stage's time.
 _FINEST = 200
@@ -49,25 +49,6 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
         first = end
         seconds = 0.0
     return merged, ends
-
-
-def add_rest(blocks: Sequence[Block], rest: Block) -> list[Block]:
-    """Add what follows the network to its last block, which then takes longer and keeps more.
-
-    Args:
-        blocks: Blocks of the network.
-        rest: Costs of what a step computes after the network.
-    """
-    *blocks_before, last = blocks
-    # What follows the network passes nothing on.
-    rest = replace(
-        rest,
-        boundary=last.boundary,
-        passing=last.passing,
-        may_end=last.may_end,
-    )
-    merged = _merged([last, rest])
-    return [*blocks_before, merged]
 
 
 def _merged(blocks: Sequence[Block]) -> Block:

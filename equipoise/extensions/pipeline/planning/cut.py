@@ -93,8 +93,6 @@ class Cut:
         idle: Predicted share of time in which stages wait; None if nothing was measured.
         samples: Samples of the micro-batch that was measured; None if nothing was, or if its tensors differ in it.
         peaks: For each device the predicted bytes at the peak, all of its stages together; empty if not measured.
-        beside: Seconds of the last stage in which a step computes what follows the network's call, for instance the
-            loss; None if that was not measured.
         note: Sentence that says how the network is cut; empty for recorded calls.
     """
 
@@ -105,7 +103,6 @@ class Cut:
     idle: float | None
     samples: int | None = None
     peaks: Sequence[int] = ()
-    beside: float | None = None
     note: str = ""
 
     @property
@@ -322,11 +319,6 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
         lines.append(f"Memory of all stages of a device at its peak: {', '.join(peaks)}.")
     if cut.idle is not None:
         lines.append(_prediction(cut, options))
-    if cut.beside is not None:
-        milliseconds = cut.beside * 1000
-        lines.append(
-            f"In the time of the last stage are {milliseconds:.2f} ms for what the step computes after the call."
-        )
     if cut.note:
         lines.append(cut.note)
     return "\n".join(lines)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.graph.call_names import with_parents
 from equipoise.extensions.pipeline.graph.traced import Traced
-from equipoise.extensions.pipeline.planning.block_merging import add_rest, merge_blocks
+from equipoise.extensions.pipeline.planning.block_merging import merge_blocks
 from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, build_cut, public_name
-from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.partition import DoesNotFit, NoCut, choose_cuts
 from equipoise.extensions.pipeline.planning.profile import profile_calls
 from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, Stage, StageDevice
@@ -31,7 +30,6 @@ def cut_automatically(
     tensors: Sequence[Tensor],
     options: CutOptions,
     prefix: str,
-    rest: LossProfile | None = None,
 ) -> Cut:
     """Measure the calls of a forward, and return the best cut.
 
@@ -41,15 +39,13 @@ def cut_automatically(
         tensors: Tensors of a call with one micro-batch.
         options: The user's options.
         prefix: The network's name in the user's module; empty if it is that module.
-        rest: Measures what a step computes after the network's call. Default: that does not count.
 
     Raises:
         ConfigurationError: If there are more stages than places for a cut, or nothing fits into memory.
     """
     # 1. Measure the calls, and merge them into blocks.
     device = options.measured_on or options.devices[0]
-    measure_rest = None if rest is None else rest.measure
-    calls = profile_calls(traced, module, tensors, device, split=splits(options.schedule), rest=measure_rest)
+    calls = profile_calls(traced, module, tensors, device, split=splits(options.schedule))
     blocks, ends_of_blocks = merge_blocks(calls, len(options.devices))
 
     # 2. Choose the last block of each stage.
@@ -57,7 +53,7 @@ def cut_automatically(
         return build_cut(traced, [ends_of_blocks[end - 1] for end in ends], prefix)
 
     try:
-        return best_cut(blocks, options, rest, tensors, cut_at)
+        return best_cut(blocks, options, tensors, cut_at)
     except NoCut:
         message = _too_few_blocks(len(blocks), options, traced, prefix)
         raise TooFewBlocks(message) from None
@@ -66,7 +62,6 @@ def cut_automatically(
 def best_cut(
     blocks: Sequence[Block],
     options: CutOptions,
-    rest: LossProfile | None,
     tensors: Sequence[Tensor],
     cut_at: Callable[[Sequence[int]], Cut],
 ) -> Cut:
@@ -75,7 +70,6 @@ def best_cut(
     Args:
         blocks: The blocks.
         options: The user's options.
-        rest: The measurement of what a step computes after the network's call; None: that does not count.
         tensors: Tensors of the call that was measured.
         cut_at: Returns a cut without predictions, from the index of the block after the last of each stage.
 
@@ -83,13 +77,7 @@ def best_cut(
         NoCut: If there are more stages than places for a cut.
         ConfigurationError: If nothing fits into memory.
     """
-    # 1. The last stage also computes the loss.
-    loss_seconds = None
-    if rest is not None and rest.block is not None:
-        blocks = add_rest(blocks, _on_device_of_calls(rest.block, options))
-        loss_seconds = rest.block.seconds
-
-    # 2. Choose the last block of each stage.
+    # 1. Choose the last block of each stage.
     devices = options.stage_devices()
     costs = Costs(blocks, devices, options.schedule, options.micro_batches, options.stages_per_device)
     try:
@@ -98,7 +86,7 @@ def best_cut(
         message = _does_not_fit(options, devices, costs.peaks(costs.stages(error.best)))
         raise ConfigurationError(message) from None
 
-    # 3. Describe the cut.
+    # 2. Describe the cut.
     stages = costs.stages(ends)
     return replace(
         cut_at(ends),
@@ -106,20 +94,6 @@ def best_cut(
         idle=_idle(stages, options),
         samples=_samples_of(tensors),
         peaks=costs.peaks(stages),
-        beside=loss_seconds,
-    )
-
-
-def _on_device_of_calls(rest: Block, options: CutOptions) -> Block:
-    """Return what was measured on the last device with the times of the device where the calls were measured."""
-    is_same_device = options.measured_on is not None or options.devices[0] == options.devices[-1]
-    if options.speeds is None or is_same_device:
-        return rest
-    factor = options.speeds[-1] / options.speeds[0]
-    return replace(
-        rest,
-        forward=factor * rest.forward,
-        backward=factor * rest.backward,
     )
 
 

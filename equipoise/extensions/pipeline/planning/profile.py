@@ -5,7 +5,7 @@ that is touched for the first time, disturbs one pass and not all of them.
 """
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,17 +23,13 @@ from equipoise.extensions.pipeline.planning.measuring import SavedTensors, addre
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 
-__all__ = ["profile_calls", "used_tensors"]
+__all__ = ["profile_calls"]
 
 # Limits for the number of passes.
 _LEAST_PASSES = 3
 _MOST_PASSES = 8
 # Seconds after which no further pass begins, once the least number is done.
 _SECONDS = 3.0
-
-# Measures what a step computes after the network; receives the identities of the tensors that the network uses, and its
-# output.
-MeasureRest = Callable[[Set[int], Any], None]
 
 
 def profile_calls(
@@ -43,7 +39,6 @@ def profile_calls(
     device: torch.device,
     *,
     split: bool = False,
-    rest: MeasureRest | None = None,
 ) -> list[Block]:
     """Measure every call of a forward, one after the other, on a device. The module keeps its state.
 
@@ -53,7 +48,6 @@ def profile_calls(
         tensors: Tensors of the call, with one micro-batch.
         device: Device of the measurement. Parameters on other devices are lent to it for their call.
         split: True if backwards are split into two halves. Default: False.
-        rest: Called at the end with the identities of the used tensors and the output. Default: None.
 
     Returns:
         A block for each call.
@@ -64,7 +58,7 @@ def profile_calls(
 
         # 1. The first pass also measures memory.
         first_pass = _Pass(traced, device, measures_peaks=True, split=split)
-        output = first_pass.run(inputs)
+        first_pass.run(inputs)
         blocks = first_pass.blocks
 
         # 2. The others measure time only.
@@ -76,20 +70,7 @@ def profile_calls(
             next_pass.run(inputs)
             blocks = list(map(Block.quicker, blocks, next_pass.blocks))
 
-        if rest is not None:
-            used = used_tensors(traced)
-            output_of_user = traced.output.fill(output)
-            rest(used, output_of_user)
         return blocks
-
-
-def used_tensors(traced: Traced) -> set[int]:
-    """Return the parameters and buffers that a forward uses, by their ids."""
-    used: set[int] = set()
-    for node in traced.calls:
-        tensors = _tensors_of_call(node, traced.root)
-        used.update(map(id, tensors))
-    return used
 
 
 def _tensors_of_call(node: fx.Node, root: nn.Module) -> Sequence[Tensor]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.messaging.commands import COMMAND
-from equipoise.extensions.pipeline.messaging.heartbeat import heard, sending
 from equipoise.extensions.pipeline.messaging.links import in_replica, index_of_device, processes_of_replica
 from equipoise.extensions.pipeline.messaging.messages import Messenger
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
@@ -169,7 +168,7 @@ class StageLaunch(ConnectedProcesses):
 
             # 2. Serve as a worker until the run ends.
             if rank_in_replica > 0:
-                with _signals_ignored(), heard(links.beats, self._timeout):
+                with _signals_ignored():
                     content = self._serve(messenger, rank_in_replica, links.devices)
                 if content is None and port is None:
                     _await_end(links.stages)
@@ -183,8 +182,7 @@ class StageLaunch(ConnectedProcesses):
             client = StageClient(messenger, links.devices[::-1], self.rank)
             self.processes = client
             self._on_joined()
-            with sending(links.beats, self._timeout, lambda: messenger.waits):
-                return self._lead(client, function, shared_objects)
+            return self._lead(client, function, shared_objects)
 
     def _serve(self, messenger: Messenger, rank: int, devices: Sequence[torch.device]) -> bytes | None:
         """Serve as a worker, and return the pickled result of the run; None if the main process has failed."""

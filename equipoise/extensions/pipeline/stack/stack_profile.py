@@ -35,7 +35,6 @@ class StackProfile:
     Attributes:
         blocks: A block for each layer.
         before: Parameters and buffers outside of the layers that the forward uses before the first of them.
-        output: Output of the network on the device of the measurement.
         side_effect: Change of an attribute or of a container in one, as a predicate. The forward of the next
             micro-batch, which begins before this one ends, would find it. Empty if there is none.
         repeats_random_layers: True if the backward computes layers again, and the forward draws random numbers.
@@ -43,7 +42,6 @@ class StackProfile:
 
     blocks: list[Block]
     before: list[Tensor]
-    output: Any
     side_effect: str
     repeats_random_layers: bool
 
@@ -97,7 +95,7 @@ def profile_stack(stack: LayerStack, call: NetworkCall) -> StackProfile:
         )
         blocks.append(block)
     repeats_random_layers = first_pass.repeats_layers and first_pass.draws_numbers
-    return StackProfile(blocks, before, first_pass.output, side_effect, repeats_random_layers)
+    return StackProfile(blocks, before, side_effect, repeats_random_layers)
 
 
 class _Pass:

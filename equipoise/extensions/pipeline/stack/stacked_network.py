@@ -1,7 +1,6 @@
 """A network that is cut between the layers of its largest stack, because its forward cannot be followed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -9,9 +8,7 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.graph.call_structure import NetworkCall
-from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.extensions.pipeline.planning.cut import Cut, CutOptions, PinnedCut, public_name
-from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.planning.measured_cut import best_cut
 from equipoise.extensions.pipeline.stack.layer_stack import LayerStack, largest_stack
 from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
@@ -57,7 +54,6 @@ class StackedNetwork:
         call: NetworkCall,
         names: Sequence[str] | None,
         pinned: PinnedCut | None,
-        rest: LossProfile | None,
     ) -> Cut | None:
         """Return the cut; None if the forward keeps something, or the user names other modules than layers.
 
@@ -65,7 +61,6 @@ class StackedNetwork:
             call: Its call with one micro-batch, on the device of the measurement.
             names: Layers to cut before; None: chosen by measuring.
             pinned: The cut of an earlier run; None if there is none.
-            rest: Measures what a step computes after the network's call; None: that does not count.
 
         Raises:
             ConfigurationError: If activation checkpointing would draw other random numbers in the backward.
@@ -91,10 +86,7 @@ class StackedNetwork:
             if earlier_cut is not None and len(earlier_cut.ends) == len(self._options.devices):
                 return earlier_cut
         # 3. Choose the best one.
-        if rest is not None:
-            used = map(id, parameters_and_buffers(call.network))
-            rest.measure(set(used), profile.output)
-        return best_cut(profile.blocks, self._options, rest, call.structure.tensors, self._cut_at)
+        return best_cut(profile.blocks, self._options, call.structure.tensors, self._cut_at)
 
     def _cut_by_names(self, names: Sequence[str]) -> Cut | None:
         """Return the cut before layers; None if these are no layers of the stack, in their order."""
@@ -130,8 +122,6 @@ class StackedNetwork:
             self._stages |= dict.fromkeys(layers_of_stage, stage)
             begin = end
         parts[0] += self._profile.before
-        # The profile has an output on the device of the measurement.
-        self._profile = replace(self._profile, output=None)
         return placement.place_parts(parts)
 
     def pipeline(self, forward: Callable[..., Any], *, threads: bool | None) -> StackPipeline:

@@ -1,11 +1,9 @@
 """One batch of training, computed in micro-batches that pass the stages of the network."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -15,7 +13,6 @@ from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
 from equipoise.extensions.pipeline.execution.user_backwards import refuse_backwards_through_network
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.network import StagedNetwork
-from equipoise.extensions.pipeline.planning.loss_profile import LossProfile
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.parallel.divergence.changes import changed, marks_of
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
@@ -54,7 +51,6 @@ class PipelinedBatch:
         self._step = step
         self._module = module
         self._sizes = sizes
-        self._first = micro_batches[0]
         self._steps: list[SuspendedStep] = []
         for micro_batch, size in zip(micro_batches, sizes, strict=True):
             run = partial(step.run_on, module, micro_batch, size)
@@ -63,13 +59,12 @@ class PipelinedBatch:
         self._calls: dict[int, CallStructure] = {}
         self._results: dict[int, StepResult] = {}
 
-    def compute(self, network: StagedNetwork, processes: StageClient | None, device: torch.device) -> list[StepResult]:
+    def compute(self, network: StagedNetwork, processes: StageClient | None) -> list[StepResult]:
         """Compute the gradients of all micro-batches, and return their results without graphs.
 
         Args:
             network: The network.
             processes: The processes of other stages; None if all are in this process.
-            device: The device of the losses.
 
         Raises:
             StepError: If the step does not call the network, differentiates it, or changes parameters or gradients.
@@ -81,7 +76,7 @@ class PipelinedBatch:
         gradients = _marks_of_gradients(named)
         release = refuse_backwards_through_network()
         try:
-            with self._step.hook_scope(), self._loss_profile(network, device):
+            with self._step.hook_scope():
                 self._start()
                 # Only the backward changes gradients from here on.
                 _check_unchanged("the gradient of ", gradients, _marks_of_gradients(named))
@@ -99,16 +94,6 @@ class PipelinedBatch:
         # The results stand in the order of the schedule, which need not be that of the micro-batches.
         numbers = range(len(self._steps))
         return [self._results[number] for number in numbers]
-
-    def _loss_profile(self, network: StagedNetwork, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which the network measures the rest of the step, before it is cut."""
-        if network.cut is not None:
-            return nullcontext()
-        # The profile runs the step of the first micro-batch a few extra times.
-        size = self._sizes[0]
-        step = partial(self._step.run_on, self._module, self._first, size)
-        profile = LossProfile(self._module, step, self._first, device, network.caught)
-        return network.profiled_by(profile)
 
     def _start(self) -> None:
         """Run every step to its call of the network, or to its end if it skips its micro-batch."""

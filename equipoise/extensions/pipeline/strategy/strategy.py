@@ -408,7 +408,7 @@ class PipelineStrategy(Strategy):
         batch = PipelinedBatch(step, self._module, micro_batches, sizes)
         try:
             with run.computing(batch):
-                results = batch.compute(run.network, run.client, self.root_device)
+                results = batch.compute(run.network, run.client)
         finally:
             if batch.timeline is not None:
                 self.timeline = batch.timeline

@@ -1,11 +1,10 @@
 """Merged blocks cost what their calls cost one by one."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
-from equipoise.extensions.pipeline.planning.block_merging import add_rest, merge_blocks
+from equipoise.extensions.pipeline.planning.block_merging import merge_blocks
 from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, StageDevice
 from tests.extensions.pipeline.planning.test_partition import random_blocks
 
@@ -45,10 +44,3 @@ def test_a_tensor_that_several_calls_save_is_kept_once():
     assert ends == [1, 3]
     assert merged[1].saves == {7}
     assert merged[1].saved == 20
-
-
-def test_the_rest_belongs_to_the_last_block():
-    last = Block(name="last", forward=1.0, backward=2.0, saved=5, saves=frozenset({3}), boundary=9, may_end=True)
-    rest = Block(name="loss", forward=0.5, backward=0.25, saved=2, saves=frozenset({4}), boundary=1)
-    (block,) = add_rest([last], rest)
-    assert block == replace(last, forward=1.5, backward=2.25, saved=7, saves=frozenset({3, 4}))

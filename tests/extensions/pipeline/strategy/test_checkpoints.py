@@ -136,7 +136,7 @@ def test_the_table_and_the_report():
     trainer.fit(Look().double(), DataLoader(Batches([13]), batch_size=None))
     ((cut, options),) = tables
     told = table_of(cut, options, [1] * 6)
-    assert len(told.splitlines()) == 1 + 6 + 3
+    assert len(told.splitlines()) == 1 + 6 + 2
     assert "with 4 of them under 'interleaved_1f1b' devices idle" in told
     assert sum(told.count(f"{device} ") for device in set(strategy.devices)) >= 8
     assert all(0 < peak <= sum(stage.memory for stage in cut.stages[at::2]) for at, peak in enumerate(cut.peaks))

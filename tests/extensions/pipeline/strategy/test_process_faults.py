@@ -129,22 +129,6 @@ def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody_is_left()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "validation", "teardown"])
-def test_the_first_process_hangs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is due fails to come, since the others wait for its commands; beats that it sends tell them."""
-    blame_early(monkeypatch)
-    module = HangsAtTheEnd(place, hangs, 2) if place == "teardown" else Faulty(place, hangs, 2)
-    with pytest.raises(WorkerError, match=r"rank 0 of 3 hung(?s:.*)in hangs"):
-        make_trainer(timeout=10.0).fit(module, loader(), loader())
-    nobody_is_left()
-
-
-class HangsAtTheEnd(Faulty):
-    def teardown(self, stage: str) -> None:
-        hangs()
-
-
 def test_what_an_exception_leaves(tmp_path: Path) -> None:
     """A checkpoint of the whole module, in the midst of which everything is still there."""
     keeper = OnExceptionCheckpoint(tmp_path, "left")
