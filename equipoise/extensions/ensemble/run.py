@@ -1,7 +1,7 @@
 """State of an ensemble that exists during a run only."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -13,19 +13,7 @@ from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerS
 from equipoise.extensions.ensemble.outputs import MemberLogs
 from equipoise.parallel.batches.splitting import Splitter
 
-__all__ = ["EnsembleRun", "Steps"]
-
-
-class Steps(NamedTuple):
-    """The computation of one kind of steps.
-
-    Attributes:
-        side_by_side: Runs the steps of all members together.
-        choice: The way in which they are run.
-    """
-
-    side_by_side: SideBySide
-    choice: Choice
+__all__ = ["EnsembleRun"]
 
 
 @dataclass
@@ -34,8 +22,8 @@ class EnsembleRun:
 
     Attributes:
         members: The members' modules and tensors.
-        training: The computation of training steps.
-        evaluation: The computation of evaluation steps.
+        side_by_side: Runs the training steps of all members together.
+        choice: The way in which they are run.
         logs: Logs the values of all members.
         splitter: Counts the samples of batches.
         weights: The weights of the losses in the window.
@@ -47,8 +35,8 @@ class EnsembleRun:
     """
 
     members: StackedMembers
-    training: Steps
-    evaluation: Steps
+    side_by_side: SideBySide
+    choice: Choice
     logs: MemberLogs
     splitter: Splitter
     weights: WeightsOfMembers = field(default_factory=WeightsOfMembers)

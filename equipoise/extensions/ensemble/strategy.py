@@ -26,7 +26,7 @@ from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
 from equipoise.extensions.ensemble.optimizers import OptimizerState
 from equipoise.extensions.ensemble.outputs import MemberLogs, averaged
 from equipoise.extensions.ensemble.portable_state import MemberStates
-from equipoise.extensions.ensemble.run import EnsembleRun, Steps
+from equipoise.extensions.ensemble.run import EnsembleRun
 from equipoise.interop.lightning.callbacks import copying_callbacks
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.interop.torch.modules import has_gradient_hooks
@@ -183,11 +183,10 @@ class EnsembleStrategy(Strategy):
         # 2. All members on the device.
         device = self.root_device
         members = StackedMembers(module, states, device)
-        make = partial(SideBySide, members, allows_randomness=self.mode == "together")
         self._run = EnsembleRun(
             members,
-            Steps(make(), Choice(self.mode, device, "trained")),
-            Steps(make(), Choice(self.mode, device, "evaluated")),
+            SideBySide(members, allows_randomness=self.mode == "together"),
+            Choice(self.mode, device),
             MemberLogs(members.metrics(), device),
             Splitter(module),
         )
@@ -217,7 +216,7 @@ class EnsembleStrategy(Strategy):
         return states
 
     def teardown(self, error: BaseException | None = None) -> None:
-        """Release threads and the members' devices, and keep the members; see `Strategy.teardown`."""
+        """Release the members' devices, and keep the members; see `Strategy.teardown`."""
         # The field is reset first, so that an error below leaves no state of the run behind.
         run = self._run
         self._run = None
@@ -225,8 +224,6 @@ class EnsembleStrategy(Strategy):
             self._streams.end_training()
         # What outlives the run: the module and the optimiser are those of the first member again.
         if run is not None:
-            run.training.side_by_side.close()
-            run.evaluation.side_by_side.close()
             self._states = [_on_cpu(state) for state in run.members.states()[1:]]
             self._optimizer_states = run.other_optimizer_states()
             for optimizer in run.optimizers.values():
@@ -296,7 +293,7 @@ class EnsembleStrategy(Strategy):
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute the gradients of all members; see `Strategy.forward_backward`."""
         run = self._current_run
-        result = run.training.choice.run(partial(self._train, step, self._batches(parts)))
+        result = run.choice.run(partial(self._train, step, self._batches(parts)))
         run.is_window_open = not last
         return result
 
@@ -311,7 +308,7 @@ class EnsembleStrategy(Strategy):
         members = run.members
         # 1. The forwards.
         run.load_gradients()
-        results = self._run_members(step, batches, run.training)
+        results = self._run_members(step, batches)
         run.logs.log(step, results, by_member=False)
         joined = run.weights.join(results)
 
@@ -321,7 +318,7 @@ class EnsembleStrategy(Strategy):
         else:
             members.begin_backward()
         run.computed = []
-        if run.training.side_by_side.has_batched:
+        if run.side_by_side.has_batched:
             run.computed = [index for index, result in enumerate(results) if result.loss is not None]
         step.backward(StepResult(joined.loss, joined.weight, None))
         if joined.loss is None:
@@ -333,45 +330,52 @@ class EnsembleStrategy(Strategy):
     def evaluate(self, step: EvaluationStep, parts: Sequence[Any]) -> Any:
         """Run the evaluation step of each member, and return the mean of their outputs; see `Strategy.evaluate`."""
         run = self._current_run
-        batches = self._batches(parts)
-        results = run.evaluation.choice.run(lambda: self._run_members(step, batches, run.evaluation))
+        run.members.refresh()
+        with step.hook_scope():
+            results = self._one_by_one(self._steps(step, self._batches(parts)))
         run.logs.log(step, results, by_member=True)
         return averaged([result.outputs for result in results])
 
-    def _run_members(
-        self, step: TrainingStep | EvaluationStep, batches: list[Any], computation: Steps
-    ) -> list[StepResult]:
-        """Run the step of each member in the present way."""
+    def _run_members(self, step: TrainingStep, batches: list[Any]) -> list[StepResult]:
+        """Run the training step of each member in the present way."""
         run = self._current_run
-        side_by_side, choice = computation
         with step.hook_scope():
-            steps = []
-            for module, batch in zip(run.members.modules, batches, strict=True):
-                size = run.splitter.size(batch) or 1
-                steps.append(partial(step.run_on, module, batch, size))
-            if not choice.together:
-                run.members.refresh()
-                side_by_side.skip()
-                return self._run_one_by_one(steps, choice)
-            results = side_by_side.run(steps, batches)
-            if not choice.is_made and not side_by_side.has_batched:
-                choice.settle(together=False, reason="no call of a network can be computed for all of them together")
-            return results
+            steps = self._steps(step, batches)
+            if run.choice.together:
+                results = run.side_by_side.run(steps, batches)
+                if not run.choice.is_made and not run.side_by_side.has_batched:
+                    reason = "no call of a network can be computed for all of them together"
+                    run.choice.settle(together=False, reason=reason)
+                return results
+            run.members.refresh()
+            run.side_by_side.skip()
+            if run.choice.watches_draws:
+                return self._watched(steps, run.choice)
+            return self._one_by_one(steps)
 
-    def _run_one_by_one(self, steps: Sequence[Callable[[], StepResult]], choice: Choice) -> list[StepResult]:
+    def _steps(self, step: TrainingStep | EvaluationStep, batches: Sequence[Any]) -> list[Callable[[], StepResult]]:
+        """Return the step of each member."""
+        run = self._current_run
+        return [
+            partial(step.run_on, module, batch, run.splitter.size(batch) or 1)
+            for module, batch in zip(run.members.modules, batches, strict=True)
+        ]
+
+    def _one_by_one(self, steps: Sequence[Callable[[], StepResult]]) -> list[StepResult]:
         """Run the step of each member after the other, with its random numbers."""
         streams = self._streams
         assert streams is not None
-        # 1. A step that draws random numbers is not computed together by choice.
-        before = None
-        if choice.watches_draws:
-            before = (random_state.capture(), streams.get_state())
-        # 2. The steps.
-        results = [streams.run(member, step) for member, step in enumerate(steps)]
-        if before is not None:
-            has_drawn = not before[0].equals(random_state.capture())
-            if has_drawn or not torch.equal(before[1], streams.get_state()):
-                choice.settle(together=False, reason="the step draws random numbers, which would be others")
+        return [streams.run(member, step) for member, step in enumerate(steps)]
+
+    def _watched(self, steps: Sequence[Callable[[], StepResult]], choice: Choice) -> list[StepResult]:
+        """Run them one by one. A step that draws random numbers is not computed together by choice."""
+        streams = self._streams
+        assert streams is not None
+        global_state = random_state.capture()
+        states = streams.get_state()
+        results = self._one_by_one(steps)
+        if not global_state.equals(random_state.capture()) or not torch.equal(states, streams.get_state()):
+            choice.settle(together=False, reason="the step draws random numbers, which would be others")
         return results
 
     def collect_gradients(self) -> None:

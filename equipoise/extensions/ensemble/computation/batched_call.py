@@ -359,6 +359,10 @@ class BatchedCall:
         for buffer, values in zip(self._buffers, values_of_buffers, strict=True):
             buffer.data[member].copy_(values[member])
 
+    def shares_buffers(self, other: "BatchedCall") -> bool:
+        """Return True if another network has some of the buffers of this one."""
+        return not {id(buffer) for buffer in self._buffers}.isdisjoint(id(buffer) for buffer in other._buffers)
+
     def tensors_of(self, member: int) -> list[Tensor]:
         """Return the parameters and buffers of the network of a member."""
         return self._tensors_of_members[member]
@@ -372,27 +376,14 @@ class BatchedCall:
         return self._members.has_other_attributes(member, self._indices)
 
 
-def taken_apart(calls: Sequence[Call]) -> tuple[Any, list[list[Tensor]]]:
-    """Return the structure that calls have in common, and the tensors of each.
-
-    Args:
-        calls: The arguments of each member.
+def taken_apart(call: Call) -> tuple[Any, list[Tensor]]:
+    """Return the structure of a call, and its tensors.
 
     Raises:
-        NotBatchable: If the calls differ in more than tensors.
+        NotBatchable: If it has an argument that is neither a tensor nor a plain value.
     """
-    trees = []
-    columns = []
-    for call in calls:
-        _check_plain(call, "is called with")
-        tree, tensors = extract_tensors(call)
-        trees.append(tree)
-        columns.append(tensors)
-    text = repr(trees[0])
-    for tree in trees[1:]:
-        if repr(tree) != text:
-            raise NotBatchable("the members call it with different arguments", passes=True)
-    return trees[0], columns
+    _check_plain(call, "is called with")
+    return extract_tensors(call)
 
 
 def _arguments(tree: Any, tensors: Sequence[Tensor]) -> Call:

@@ -26,7 +26,6 @@ class Choice:
     Args:
         mode: "together", "one_by_one", or "auto" to measure.
         device: The device, for which a measurement waits.
-        kind: The kind of steps, for the message.
 
     Attributes:
         together: The way of the present step.
@@ -34,9 +33,8 @@ class Choice:
         watches_draws: True if the present step must not draw random numbers to be computed side by side.
     """
 
-    def __init__(self, mode: Mode, device: torch.device, kind: str) -> None:
+    def __init__(self, mode: Mode, device: torch.device) -> None:
         self._device = device
-        self._kind = kind
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._step = 0
         self.is_made = mode != "auto"
@@ -75,7 +73,7 @@ class Choice:
         self._together_later = together
         self.watches_draws = False
         way = "side by side" if together else "one by one"
-        rank_zero_info(f"The ensemble's members are {self._kind} {way}: {reason}.")
+        rank_zero_info(f"The ensemble's members are trained {way}: {reason}.")
 
     def _choose(self) -> None:
         """Take the other way in the next step, or the quicker one after the last measurement."""
