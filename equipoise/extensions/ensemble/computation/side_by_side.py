@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from equipoise.extensions.common.step_thread import StepThread
 from equipoise.extensions.ensemble.computation.batched_call import (
     BatchedCall,
     Call,
