@@ -111,11 +111,10 @@ class _Comparison:
                 yield Finding(GRADIENT, step, name, gap_of(expected, computed, tolerance))
 
     def _of_state(self, before: Tensors, reference: Tensors, recorded: Tensors, step: int) -> Iterator[Finding]:
-        trained = {name for steps in self.reference.steps for name in steps.gradients}
         for name, expected in reference.items():
             computed = recorded.get(name)
             kind = BUFFER
-            if name in trained:
+            if name in self.reference.parameters:
                 kind = WEIGHT
             tolerance = self.tolerance
             if kind == WEIGHT and isinstance(computed, Tensor) and expected.is_floating_point():

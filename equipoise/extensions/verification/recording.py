@@ -70,6 +70,7 @@ class Recorder(Callback):
         steps: The optimiser steps.
         final: Weights and buffers at the end.
         batches: The batches of each process, by rank; empty until the run has ended.
+        parameters: The names of all parameters, also of those that no optimiser steps.
     """
 
     fires_without_batch = True
@@ -86,12 +87,14 @@ class Recorder(Callback):
         self.steps: list[Step] = []
         self.final: Tensors = {}
         self.batches: list[list[Batch]] = []
+        self.parameters: set[str] = set()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the state with which the run begins."""
         self._module = pl_module
         # Within a step, a strategy in shards gives the module other parameters than the optimiser.
         self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        self.parameters = {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
         self.initial = self._state(trainer)
         self._last_state = self.initial
         scaler = trainer.precision_in_use.scaler

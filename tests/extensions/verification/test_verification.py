@@ -174,6 +174,22 @@ class Shifted(Perceptron):
                 parameter.add_(0.1 * self.global_rank)
 
 
+class Taught(Perceptron):
+    """Each process has a frozen teacher of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.add_(batch[0].mean())
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([*self.net.parameters(), *self.head.parameters()], lr=0.01)
+
+
 class WrongSaver(Callback):
     """Loses a part of a layer's gradient."""
 
@@ -197,6 +213,7 @@ class Scaling(Perceptron):
         (Summed("dropout"), DDP, ("in step 1 the loss differs by", "a sum in the place of a mean")),
         (ByRank(), DDP, ("in step 1 the loss differs by", "a branch by rank")),
         (Shifted(by_hand=True), FSDP, ("after step 1 the weight 'net.0.weight' differs", "all_gather(value).mean(0)")),
+        (Taught(), FSDP, ("after step 1 the weight 'teacher.weight' differs", "changed outside of the optimiser")),
         (Perceptron(), ONE | {"callbacks": [WrongSaver()]}, ("the gradient 'net.0.weight'", "Leave out WrongSaver")),
         (Scaling(), {"strategy": VirtualDevicesStrategy(count=2), "devices": CPUS}, ("the loss", "deterministic=True")),
     ],
