@@ -53,14 +53,12 @@ class Strategy:
         name: The name by which `Trainer(strategy=...)` finds it.
         keeps_batches_whole: Whether a batch is one part in one process, and `forward_backward` is that of this class.
             Default: False. Only then may a training step pull its batches by itself.
-        not_comparable: Why steps are not those of one device, as a sentence; empty if they are. Default: empty.
         devices: The devices of this process, in order.
         processes: The processes that compute together; this one alone unless `connect` sets others.
     """
 
     name: ClassVar[str] = ""
     keeps_batches_whole: ClassVar[bool] = False
-    not_comparable: ClassVar[str] = ""
 
     devices: Sequence[torch.device] = ()
     processes: Processes = Processes()
@@ -91,7 +89,11 @@ class Strategy:
     # Where it runs.
 
     def on_one_device(self) -> "Strategy | None":
-        """Return a strategy for one device that computes the same bits; None if only whole batches are comparable."""
+        """Return a strategy for one device that computes the same bits; None if only whole batches are comparable.
+
+        Raises:
+            ConfigurationError: If no steps of one device are comparable; the message is the reason, as a sentence.
+        """
         # Parts of a batch are added up in another order.
         return None
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,6 @@ class EnsembleStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ensemble"
-    not_comparable: ClassVar[str] = "the members of an ensemble train from seeds of their own."
 
     def __init__(
         self,
@@ -136,6 +135,10 @@ class EnsembleStrategy(Strategy):
         return state
 
     # Where it runs.
+
+    def on_one_device(self) -> NoReturn:
+        """Refuse; see `Strategy.on_one_device`."""
+        raise ConfigurationError("the members of an ensemble train from seeds of their own.")
 
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use one device; see `Strategy.connect`."""

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -56,9 +56,6 @@ class HogwildStrategy(ProcessStrategy):
     name: ClassVar[str] = "hogwild"
     # A process that is done with its batch waits for no other.
     steps_together: ClassVar[bool] = False
-    not_comparable: ClassVar[str] = (
-        "processes of hogwild step shared weights without waiting, so no two runs are equal."
-    )
 
     def __init__(
         self,
@@ -109,6 +106,10 @@ class HogwildStrategy(ProcessStrategy):
                 " strategy='hogwild' several processes would do so with the same weights. Leave it out, or take"
                 " strategy='ddp'."
             )
+
+    def on_one_device(self) -> NoReturn:
+        """Refuse; see `Strategy.on_one_device`."""
+        raise ConfigurationError("processes of hogwild step shared weights without waiting, so no two runs are equal.")
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module, and share its parameters; see `Strategy.setup`."""

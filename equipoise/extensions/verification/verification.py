@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.errors import StepError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, generators_kept, quiet, trainer_like
 from equipoise.extensions.verification.findings import LOGGED, Finding, compare
 from equipoise.extensions.verification.recording import Recorder
@@ -116,15 +116,17 @@ def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Ver
     """
     # 1. What no comparison could tell.
     strategy = trainer.connected_strategy
-    if strategy.not_comparable:
-        return Verification(reason=strategy.not_comparable)
+    try:
+        alone = strategy.on_one_device()
+    except ConfigurationError as error:
+        return Verification(reason=str(error))
     if strategy.processes.world_size > 1 and not strategy.processes.spawns:
         return Verification(reason="a launcher has started the processes. Start one, whose strategy starts the others.")
     if isinstance(request.loaders.get("train"), Iterator):
         return Verification(reason="the training batches are those of an iterator, which can be read once.")
 
     # 2. The comparison, and a second one that leaves random numbers out.
-    trials = _Trials(trainer, make, request, steps)
+    trials = _Trials(trainer, make, request, steps, alone)
     result = trials.result(alike=False)
     if result.difference is None or result.to_the_bit:
         return result
@@ -140,13 +142,19 @@ def verify(trainer: Any, make: MakeTrainer, request: Request, steps: int) -> Ver
 
 
 class _Trials:
-    """The runs of a verification. See `verify` for the arguments."""
+    """The runs of a verification.
 
-    def __init__(self, trainer: Any, make: MakeTrainer, request: Request, steps: int) -> None:
+    Args:
+        trainer: The user's trainer; see `verify` for it and those that follow.
+        alone: A strategy that computes the same bits on one device; None: whole batches are compared.
+    """
+
+    def __init__(self, trainer: Any, make: MakeTrainer, request: Request, steps: int, alone: Strategy | None) -> None:
         self._trainer = trainer
         self._make = make
         self._request = request
         self._steps = steps
+        self._alone = alone
         arguments = trainer.constructor_arguments
         # Those on which learning rates may depend; `Recorder` ends the runs.
         limits = {name: arguments.get(name) for name in ("max_epochs", "max_steps")}
@@ -164,12 +172,12 @@ class _Trials:
             return Verification(reason="no optimiser was stepped.")
 
         # 2. One device: the same bits, or whole batches.
-        alone = self._trainer.connected_strategy.on_one_device()
+        is_exact = self._alone is not None
         tolerance = EXACT
-        if alone is None:
+        if not is_exact:
             tolerance = self._tolerance(recorder)
         try:
-            reference = self._on_one_device(recorder, alone, tolerance, alike=alike)
+            reference = self._on_one_device(recorder, tolerance, alike=alike)
         except Exception as error:
             # It may have too little memory, or batches of processes cannot be put together.
             first_line = str(error).partition("\n")[0]
@@ -177,7 +185,6 @@ class _Trials:
 
         # 3. What differs. A remedy depends on what the trainer has turned on.
         findings = compare(reference, recorder, tolerance)
-        is_exact = alone is not None
         result = Verification(len(recorder.steps), findings, to_the_bit=is_exact)
         difference = result.difference
         if difference is None:
@@ -185,18 +192,16 @@ class _Trials:
         remedy = remedy_for(difference, self._trainer, to_the_bit=is_exact)
         return replace(result, remedy=remedy)
 
-    def _on_one_device(
-        self, recorder: Recorder, alone: Strategy | None, tolerance: Tolerance, *, alike: bool
-    ) -> Recorder:
+    def _on_one_device(self, recorder: Recorder, tolerance: Tolerance, *, alike: bool) -> Recorder:
         """Compute the recorded steps on one device, without a second warning of what the user has seen."""
         options: dict[str, Any] = {
             "devices": [str(self._trainer.connected_strategy.root_device)],
             "num_nodes": None,
-            "strategy": alone or "single_device",
+            "strategy": self._alone or "single_device",
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if alone is not None:
+            if self._alone is not None:
                 reference = Recorder(self._steps, alike=alike)
                 self._run(**options, callbacks=[reference])
                 return reference
