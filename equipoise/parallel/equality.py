@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["COMPARED", "EXACT", "TOLERANCES", "Gap", "Tolerance", "copied", "gap_of", "largest", "tolerance_of"]
+__all__ = [
+    "COMPARED",
+    "EXACT",
+    "TOLERANCES",
+    "Gap",
+    "Tolerance",
+    "copied",
+    "farthest",
+    "gap_of",
+    "largest",
+    "tolerance_of",
+]
 
 # Types of values that are compared. Others, such as metrics, are not.
 COMPARED = (Tensor, int, float, str, type(None))
@@ -47,7 +58,7 @@ EXACT = Tolerance(0.0, 0.0)
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
     """Return the tolerance of a computation in some dtypes, the widest of theirs; that of float32 without any."""
     usual = TOLERANCES[torch.float32]
-    return max((TOLERANCES.get(dtype, usual) for dtype in dtypes), default=usual)
+    return max((TOLERANCES.get(dtype.to_real(), usual) for dtype in dtypes), default=usual)
 
 
 class Gap(NamedTuple):
@@ -107,22 +118,34 @@ def gap_of(expected: Any, computed: Any, tolerance: Tolerance = EXACT) -> Gap:
         return _SAME
 
     # 2. Tensors. Differences of short types would be rounded themselves.
+    left = left.to_dense()
+    right = right.to_dense()
     if not left.is_floating_point() and not left.is_complex():
         return _SAME if torch.equal(left, right) else _OTHER
     wide = torch.promote_types(left.dtype, torch.float32)
-    left = left.to_dense().to(wide)
-    right = right.to_dense().to(wide)
-    is_same = (left == right) | (left.isnan() & right.isnan())
-    distances = torch.where(is_same, 0.0, (left - right).abs()).nan_to_num(nan=torch.inf)
-    position = int(distances.argmax())
-    distance = float(distances.flatten()[position])
-    if not distance:
+    left = left.to(wide)
+    right = right.to(wide)
+    distance, position = farthest(left, right, (left == right) | (left.isnan() & right.isnan()))
+    if distance < 0:
         return _SAME
     size = largest([left])
     allowed = tolerance.relative * size + tolerance.floor
     place = tuple(int(part) for part in torch.unravel_index(torch.tensor(position), left.shape))
     # Among zeros, the difference itself counts.
     return Gap(distance / allowed if allowed else float("inf"), distance / (size or 1.0), place)
+
+
+def farthest(left: Tensor, right: Tensor, is_same: Tensor) -> tuple[float, int]:
+    """Return the largest distance of two elements, infinite beside a NaN and -1 if all are the same, and its position.
+
+    Args:
+        left: A tensor.
+        right: Another of its shape.
+        is_same: Which elements are equal.
+    """
+    distances = (left - right).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(is_same, -1)
+    position = int(distances.argmax())
+    return float(distances.flatten()[position]), position
 
 
 def _like(value: Any, tensor: Tensor) -> Tensor | None:

@@ -28,6 +28,7 @@ def tensor(*values: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         (tensor(1, 2, dtype=torch.int64), tensor(1, 2, dtype=torch.int64)),
         (tensor(1 + 2j, dtype=torch.complex128), tensor(1 + 2j, dtype=torch.complex128)),
         (tensor(0.0, 3.0).to_sparse(), tensor(0.0, 3.0)),
+        (tensor(0, 3, dtype=torch.int64).to_sparse(), tensor(0, 3, dtype=torch.int64).to_sparse()),
         (torch.empty(0, 2), torch.empty(0, 2)),
         ("text", "text"),
         (object(), object()),
@@ -65,6 +66,7 @@ def test_tolerances() -> None:
     """The coarsest dtype counts, and a gradient that is nothing but rounding is compared with the largest one."""
     assert tolerance_of([torch.float64, torch.bfloat16]) == TOLERANCES[torch.bfloat16]
     assert tolerance_of([]) == tolerance_of([torch.complex64]) == TOLERANCES[torch.float32]
+    assert tolerance_of([torch.complex128]) == TOLERANCES[torch.float64]
     small, large = tensor(1e-15), tensor(100.0)
     assert gap_of(small, 3 * small, Tolerance(1e-9, 0.0))
     assert not gap_of(small, 3 * small, ROUNDED.of_gradients([small, None, large]))

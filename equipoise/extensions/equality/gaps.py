@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import CheckpointError
+from equipoise.parallel.equality import farthest
 
 __all__ = ["Gap", "Pieces", "Tolerance", "largest_gap"]
 
@@ -114,17 +115,9 @@ def _gap_of_pieces(first: Tensor, second: Tensor, begin: int, tolerance: Toleran
     same |= left.isnan() & right.isnan()
     if any(tolerance):
         same |= torch.isclose(left, right, rtol=tolerance.rtol, atol=tolerance.atol)
-    if same.all():
-        return None
 
     # 3. The largest difference.
-    amounts = (left - right).abs()
-    amounts = amounts.nan_to_num(nan=math.inf, posinf=math.inf)
-    amounts = amounts.masked_fill(same, -1)
-    index = int(amounts.argmax())
-    return Gap(
-        position=begin + index,
-        first=str(left[index].item()),
-        second=str(right[index].item()),
-        amount=float(amounts[index]),
-    )
+    amount, index = farthest(left, right, same)
+    if amount < 0:
+        return None
+    return Gap(begin + index, str(left[index].item()), str(right[index].item()), amount)

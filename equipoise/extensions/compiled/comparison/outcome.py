@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from equipoise.parallel.equality import COMPARED, Tolerance, gap_of
+from equipoise.parallel.equality import COMPARED, Tolerance, copied, gap_of
 from equipoise.parallel.snapshot import random_state
 from equipoise.tree import leaves_of
 
@@ -48,13 +48,7 @@ class Outcome:
     """
 
     def __init__(self, results: Iterable[Result]) -> None:
-        self._results: list[Result] = []
-        for result in results:
-            # The next computation may write into the same memory.
-            if isinstance(result.value, Tensor):
-                copied = result.value.detach().clone()
-                result = result._replace(value=copied)
-            self._results.append(result)
+        self._results = [result._replace(value=copied(result.value)) for result in results]
         self._generators = random_state.capture()
 
     def first_difference(self, computed: "Outcome", tolerance: Tolerance) -> str | None:

@@ -26,7 +26,7 @@ from equipoise.extensions.fsdp.state.gathering import gather_whole
 from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
-from equipoise.parallel.equality import Tolerance, copied, gap_of, largest, tolerance_of
+from equipoise.parallel.equality import Gap, Tolerance, copied, gap_of, largest, tolerance_of
 from equipoise.parallel.snapshot.preserve_state import preserve_state
 from equipoise.parallel.step_protocols import TrainingStep
 from equipoise.precision import Precision
@@ -45,14 +45,12 @@ class Difference(NamedTuple):
     """A difference between cut and whole layers.
 
     Attributes:
-        excess: The difference in parts of the largest one that is allowed.
-        share: The difference in parts of the largest element.
+        gap: How far the two are apart.
         name: The name of the parameter; empty for the loss.
         is_cut: Whether the parameter is cut over a row.
     """
 
-    excess: float
-    share: float
+    gap: Gap
     name: str
     is_cut: bool = False
 
@@ -242,7 +240,7 @@ class LayerComparison:
     def _of_loss(self, loss: Tensor, expected: Tensor) -> Difference:
         loss = _whole_of(loss)
         gap = gap_of(_whole_of(expected), loss, self._tolerance(loss.dtype))
-        return Difference(gap.excess, gap.share, "")
+        return Difference(gap, "")
 
     def _of_gradients(self, twin: nn.Module) -> list[Difference]:
         """Return the differences of the gradients of all parameters."""
@@ -260,35 +258,37 @@ class LayerComparison:
         for name, parameter, expected in compared:
             tolerance = self._tolerance(parameter.dtype)
             gap = gap_of(expected, gradient_of(parameter), tolerance._replace(floor=tolerance.floor * size))
-            differences.append(Difference(gap.excess, gap.share, name, is_cut(parameter)))
+            differences.append(Difference(gap, name, is_cut(parameter)))
         return differences
 
     def _judge(self, differences: Sequence[Difference]) -> None:
         """Refuse the layers if a difference is too large in any process."""
         loss, *of_parameters = differences
         worst = max(of_parameters, default=loss)
-        num_others = sum(difference.excess > 1 for difference in of_parameters)
+        num_others = sum(bool(difference.gap) for difference in of_parameters)
         of_processes = gather_objects((loss, worst, num_others))
         loss = max(loss for loss, _, _ in of_processes)
         worst = max(worst for _, worst, _ in of_processes)
-        if max(loss, worst).excess > 1:
+        if loss.gap or worst.gap:
             num_others = max(number for _, _, number in of_processes)
             raise ConfigurationError(self._refusal(loss, worst, num_others))
         rank_zero_info(
             f"The {self._sides.parts} compute the same as {self._sides.wholes}: in the first batch the loss and all"
-            f" gradients agree. The largest difference is {max(loss, worst).excess:.0e} of what rounding may cause."
+            f" gradients agree. The largest difference is {max(loss, worst).gap.excess:.0e} of what rounding may cause."
         )
 
     def _refusal(self, loss: Difference, worst: Difference, num_others: int) -> str:
         """Return the message for parts that compute something else."""
         reasons = []
-        if loss.excess > 1:
-            reasons.append(f"the loss differs by {loss.share:.1e} of its value")
-        if worst.excess > 1:
+        if loss.gap:
+            reasons.append(f"the loss differs by {loss.gap.share:.1e} of its value")
+        if worst.gap:
             more = ""
             if num_others > 1:
                 more = f" (and those of {num_others - 1} more parameters)"
-            reasons.append(f"the gradient of {worst.name} differs by {worst.share:.1e} of its largest element{more}")
+            reasons.append(
+                f"the gradient of {worst.name} differs by {worst.gap.share:.1e} of its largest element{more}"
+            )
         return (
             f"The {self._sides.parts} compute something else than {self._sides.wholes}. In the first batch"
             f" {' and '.join(reasons)}. {self._advice(loss, worst)} {_OPTION} trains without this comparison."
@@ -298,7 +298,7 @@ class LayerComparison:
         """Return what to do about parts that compute something else."""
         if self._sides.advice:
             return self._sides.advice
-        if loss.excess <= 1 and not worst.is_cut:
+        if not loss.gap and not worst.is_cut:
             return (
                 f"{worst.name} is whole, so each process computes its gradient from all inputs of its layer, but here"
                 " it receives a part of them. Add that layer to the plan, as SequenceParallel() if it is a norm, or"
