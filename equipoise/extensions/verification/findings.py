@@ -10,13 +10,14 @@ from torch import Tensor
 from equipoise.extensions.verification.recording import Batch, Recorder, Step, Tensors
 from equipoise.parallel.equality import Gap, Tolerance, gap_of
 
-__all__ = ["BUFFER", "GRADIENT", "KINDS", "LOGGED", "LOSS", "WEIGHT", "Finding", "compare"]
+__all__ = ["BUFFER", "GRADIENT", "KINDS", "LOGGED", "LOSS", "NUMBER", "WEIGHT", "Finding", "compare"]
 
 LOSS = "loss"
 GRADIENT = "gradient"
 WEIGHT = "weight"
 BUFFER = "buffer"
 LOGGED = "logged value"
+NUMBER = "number of optimiser steps"
 KINDS = (LOSS, GRADIENT, WEIGHT, BUFFER, LOGGED)
 # Roundings of the largest weight, as an update of a small one is added to it.
 _ROUNDINGS = 8
@@ -26,7 +27,7 @@ class Finding(NamedTuple):
     """A value that both runs have computed.
 
     Attributes:
-        kind: "loss", "gradient", "weight" (after the step), "buffer" or "logged value".
+        kind: "loss", "gradient", "weight" (after the step), "buffer", "logged value" or "number of optimiser steps".
         step: Number of the step, from 1.
         name: Its name; empty for the loss.
         gap: How far the two are apart.
@@ -46,7 +47,7 @@ class Finding(NamedTuple):
         if self.gap.place:
             place = f", most at {list(self.gap.place)}"
         when = "in step"
-        if self.kind in (WEIGHT, BUFFER):
+        if self.kind in (WEIGHT, BUFFER, NUMBER):
             when = "after step"
         return f"{when} {self.step} {of} differs{self.gap}{place}"
 
@@ -67,8 +68,6 @@ class _Comparison:
 
     def findings(self) -> Iterator[Finding]:
         """Yield all values in their order."""
-        if len(self.reference.steps) != len(self.recorded.steps):
-            yield Finding("number of optimiser steps", 1, "", gap_of(0, 1))
         before = self.reference.initial
         pairs = list(zip(self.reference.steps, self.recorded.steps, strict=False))
         begin = 0
@@ -82,6 +81,8 @@ class _Comparison:
                 states = (pairs[step][0].state, pairs[step][1].state)
             yield from self._of_state(before, *states, step)
             before = states[0]
+        if len(self.reference.steps) != len(self.recorded.steps):
+            yield Finding(NUMBER, len(pairs), "", gap_of(0, 1))
 
     def _of_batches(self, begin: int, end: int, step: int) -> Iterator[Finding]:
         for number in range(begin, end):

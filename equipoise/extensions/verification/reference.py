@@ -90,7 +90,8 @@ class Follower(Recorder):
     """
 
     def __init__(self, recorded: Recorder, tolerance: Tolerance, *, alike: bool) -> None:
-        super().__init__(len(recorded.steps), alike=alike)
+        # It ends with the recorded batches, however many of them end with a step here.
+        super().__init__(len(recorded.batches[0]) + 1, alike=alike)
         self.recorded = recorded
         self._tolerance = tolerance
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from equipoise.extensions.verification.findings import BUFFER, GRADIENT, LOSS, WEIGHT, Finding
+from equipoise.extensions.verification.findings import BUFFER, GRADIENT, LOSS, NUMBER, WEIGHT, Finding
 
 __all__ = ["remedy_for"]
 
@@ -16,6 +16,7 @@ _REMEDIES = {
     " differ between processes. Compute such values from the samples of all: self.all_gather(value).mean(0).",
     BUFFER: "Each process has buffers of its own, and those of the main process are kept. Compute what they hold from"
     " the samples of all: self.all_gather(value).mean(0), or Trainer(sync_batchnorm=True).",
+    NUMBER: "Let what skips or repeats a step depend on `batch_idx`, or on the mean of all processes.",
 }
 _BITS = (
     "For the same bits set Trainer(deterministic=True), which calls torch.use_deterministic_algorithms, and"

@@ -190,6 +190,18 @@ class Taught(Perceptron):
         return torch.optim.Adam([*self.net.parameters(), *self.head.parameters()], lr=0.01)
 
 
+class Skipping(Perceptron):
+    """Several processes step after the first batch alone, though no step changes a weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if batch_idx and self.trainer.world_size > 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
 class WrongSaver(Callback):
     """Loses a part of a layer's gradient."""
 
@@ -214,6 +226,7 @@ class Scaling(Perceptron):
         (ByRank(), DDP, ("in step 1 the loss differs by", "a branch by rank")),
         (Shifted(by_hand=True), FSDP, ("after step 1 the weight 'net.0.weight' differs", "all_gather(value).mean(0)")),
         (Taught(), FSDP, ("after step 1 the weight 'teacher.weight' differs", "changed outside of the optimiser")),
+        (Skipping(by_hand=True), DDP, ("after step 1 the number of optimiser steps differs", "depend on `batch_idx`")),
         (Perceptron(), ONE | {"callbacks": [WrongSaver()]}, ("the gradient 'net.0.weight'", "Leave out WrongSaver")),
         (Scaling(), {"strategy": VirtualDevicesStrategy(count=2), "devices": CPUS}, ("the loss", "deterministic=True")),
     ],
