@@ -16,11 +16,24 @@ from equipoise.errors import StepError
 from equipoise.extensions.fsdp.units import Unit
 from equipoise.parallel.communication.object_exchange import exchange_number
 
-__all__ = ["UnitCalls"]
+__all__ = ["BACKWARD", "RETURNED", "ROOT", "SUMMED", "UnitCalls"]
 
-# Kinds of numbers that processes exchange at a call of a unit, and at the end of a forward.
+# Kinds of numbers that processes exchange beside those of the units: at the end of a forward, and where a step itself
+# runs a backward, by what it does with gradients of parameters, or gathers the root's weights again.
 _END_WITH_GRAPH = -1
 _END_WITHOUT_GRAPH = -2
+BACKWARD = -3
+SUMMED = -4
+RETURNED = -5
+ROOT = -6
+
+_TEXTS = {
+    _END_WITH_GRAPH: "has ended its forward",
+    BACKWARD: "runs a backward for other tensors than parameters",
+    SUMMED: "runs a backward",
+    RETURNED: "computes gradients of parameters by `torch.autograd.grad`",
+    ROOT: "gathers weights of the root",
+}
 
 
 class UnitCalls:
@@ -58,13 +71,23 @@ class UnitCalls:
     def _hook(self, number: int) -> Any:
         def note_call(module: nn.Module, arguments: Any) -> None:
             if self._is_watching:
-                self._note(number)
+                self.count += 1
+            self.note(number)
 
         return note_call
 
-    def _note(self, number: int) -> None:
-        self.count += 1
-        self._sum = zlib.crc32(number.to_bytes(4, "little"), self._sum)
+    def note(self, number: int) -> None:
+        """Compare that all processes are about to do the same within a step.
+
+        Args:
+            number: The number of a unit, `BACKWARD`, `SUMMED`, `RETURNED` or `ROOT`.
+
+        Raises:
+            StepError: In all processes, if they are not.
+        """
+        if not self._is_watching:
+            return
+        self._sum = zlib.crc32(number.to_bytes(4, "little", signed=True), self._sum)
         if self._compare_each:
             self._check(exchange_number(number))
 
@@ -94,7 +117,7 @@ class UnitCalls:
         kind_here = _END_WITH_GRAPH if has_graph else _END_WITHOUT_GRAPH
         kinds = exchange_number(kind_here)
         # With or without a graph, a forward has ended.
-        self._check([max(kind, _END_WITH_GRAPH) for kind in kinds])
+        self._check([_END_WITH_GRAPH if kind == _END_WITHOUT_GRAPH else kind for kind in kinds])
         if not self._compare_each:
             sums = exchange_number(self._sum)
             if len(set(sums)) > 1:
@@ -115,9 +138,7 @@ class UnitCalls:
                 raise StepError(f"Rank 0 {self._describe(first)}, while rank {rank} {self._describe(number)}. {_RULE}")
 
     def _describe(self, number: int) -> str:
-        if number < 0:
-            return "has ended its forward"
-        return f"is about to compute {self._names[number]}"
+        return _TEXTS.get(number) or f"is about to compute {self._names[number]}"
 
 
 _RULE = (

@@ -73,6 +73,7 @@ class ShardedSteps:
         self._device = device
         self._weight = weight
         self._calls = UnitCalls(sharded.units, compare_each=compare_each, together=processes.processes_per_batch)
+        sharded.steps.note = self._calls.note
         self._sequences = sequences
         # The pass over a loader to which the stand-in belongs: each has a step object of its own.
         self._step: Any = None
@@ -182,7 +183,9 @@ class ShardedSteps:
 
         self._sharded.steps.weigh(relative_weight)
         with explained(self._sharded), self._calls.watched():
-            return step(batch)
+            result = step(batch)
+        self._calls.end(has_graph=True)
+        return result
 
     def _complete(self, step: TrainingStep, result: StepResult, graph: Tensor | None) -> Tensor | None:
         """Agree on the end of the forward. Return the graph whose backward this process runs without a gradient."""

@@ -6,14 +6,14 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from equipoise.interop.adapters import find
 
-__all__ = ["BackwardCall", "gradients_here", "intercept_backwards", "is_summed"]
+__all__ = ["BackwardCall", "destination", "gradients_here", "intercept_backwards"]
 
 _will_engine_execute_node: Callable[[Any], bool] | None = find("torch._C._will_engine_execute_node")
 
@@ -37,20 +37,23 @@ def gradients_here(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         _RUN_HERE.remove(thread)
 
 
-def is_summed(leaf_node: Any) -> bool:
-    """Return False if the user's `torch.autograd.grad` returns the gradient of a leaf, which has been computed.
+def destination(leaf_node: Any) -> Literal["grad", "caller", ""]:
+    """Return where the backward that runs puts the gradient of a leaf: in `.grad`, or to the caller of `grad`.
 
     Args:
         leaf_node: The node at which the leaf receives its gradient. Nothing public tells what becomes of it.
+
+    Returns:
+        "" if the backward does not come there.
     """
     # A backward on a GPU calls hooks in a thread of its own.
     if _will_engine_execute_node is None or _RUN_HERE:
-        return True
+        return "grad"
     try:
-        return _will_engine_execute_node(leaf_node)
+        return "grad" if _will_engine_execute_node(leaf_node) else ""
     except RuntimeError:
         # It answers for no leaf whose gradient is returned.
-        return False
+        return "caller"
 
 
 # Every backward that Python code begins, by whatever public function, calls the engine under this name.
@@ -73,6 +76,10 @@ class BackwardCall(NamedTuple):
     inputs: Sequence[Any]
     creates_graph: bool
     accumulates: bool
+
+    def leaves(self) -> list[Tensor | None]:
+        """Return the inputs as tensors; the node of an edge names the leaf that it belongs to, or none."""
+        return [value if isinstance(value, Tensor) else getattr(value.node, "variable", None) for value in self.inputs]
 
 
 # What runs each backward, the last one begun first; and torch's own function.

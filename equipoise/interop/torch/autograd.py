@@ -17,6 +17,7 @@ __all__ = [
     "is_in_backward",
     "is_in_backward_or_compiler",
     "next_node_number",
+    "number_of_backward",
     "number_of_node",
     "run_backward",
     "run_backward_in_modes",
@@ -83,7 +84,12 @@ def version_of(tensor: Tensor) -> Any:
 
 def is_in_backward() -> bool:
     """Return True within a backward, also in what is called at its end; nothing public tells it."""
-    return _current_graph_task_id is not None and _current_graph_task_id() != -1
+    return number_of_backward() != -1
+
+
+def number_of_backward() -> int:
+    """Return the number of the backward that runs, which no other one has; -1 if none runs. Nothing public tells it."""
+    return -1 if _current_graph_task_id is None else int(_current_graph_task_id())
 
 
 def is_in_backward_or_compiler() -> bool:

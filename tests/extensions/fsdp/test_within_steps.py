@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from equipoise import StepError
 from tests.conftest import ignoring
-from tests.extensions.fsdp.programs import Net, assert_each_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.programs import Net, assert_each_close, errors_of, fit, fsdp, in_processes, weights_of
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
@@ -349,6 +350,50 @@ def refuse_replaced_weights() -> None:
 
 def test_a_forward_with_other_weights_is_refused() -> None:
     in_processes(2, refuse_replaced_weights)
+
+
+class Alone(Net):
+    """A step by hand, at one place of which the first process alone does more."""
+
+    def __init__(self, place: str, more: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.place, self.more = place, more
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.reach("before", batch)
+        step_after(self, lambda: self.manual_backward(self.loss(batch)), lambda: self.reach("within", batch))
+        self.reach("after", batch)
+
+    def reach(self, place: str, batch: Any) -> None:
+        if self.global_rank == 0 and place == self.place:
+            self.more(self, batch)
+
+
+MORE: dict[str, Callable[[Any, Any], Any]] = {
+    "forward": lambda module, batch: module(batch[0]),
+    "part": lambda module, batch: module.blocks[1](module.first(batch[0])),
+    "backward": lambda module, batch: module.loss(batch).backward(),
+    "attack": lambda module, batch: torch.autograd.grad(module(batch[0].requires_grad_()).sum(), batch[0]),
+}
+
+
+def run_alone() -> dict[str, str]:
+    cases = [(place, more, {}) for place in ("before", "within", "after") for more in MORE]
+    cases += [("before", "backward", {"units": []}), ("after", "forward", {"units": []})]
+    runs = {}
+    for place, more, options in cases:
+        runs[f"{more} {place} {options}"] = partial(
+            fit, partial(Alone, place, MORE[more]), fsdp(**options), 2, count=48
+        )
+    return errors_of(runs)
+
+
+def test_a_process_that_does_more_is_refused() -> None:
+    """In all processes, whatever the others do meanwhile."""
+    for name, error in in_processes(2, run_alone).items():
+        words = "StepError: Rank 0 .*, while rank 1 .* the same order"
+        assert re.match(words, error), (name, error)
 
 
 class Pickles(Net):

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial, wraps
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import StepError
+from equipoise.extensions.fsdp.agreement import BACKWARD, RETURNED, ROOT, SUMMED
 from equipoise.extensions.fsdp.within_steps.root_switches import RootSwitches
 from equipoise.extensions.fsdp.within_steps.seen_parameters import (
     PartlyFreed,
@@ -17,7 +19,7 @@ from equipoise.extensions.fsdp.within_steps.seen_parameters import (
     hook_whole,
 )
 from equipoise.extensions.fsdp.within_steps.whole_results import sum_gradient
-from equipoise.interop.distributed.backward_calls import is_summed
+from equipoise.interop.distributed.backward_calls import destination
 from equipoise.interop.distributed.fully_sharded import (
     follow_backwards,
     follow_gathering,
@@ -25,13 +27,20 @@ from equipoise.interop.distributed.fully_sharded import (
     reduce_at_the_end,
     shards_and_wholes,
 )
-from equipoise.interop.torch.dispatch import change_class
+from equipoise.interop.torch.autograd import number_of_backward
+from equipoise.interop.torch.dispatch import change_class, own_functions
 
 __all__ = ["UserSteps"]
 
 
 def _equal() -> float:
     return 1.0
+
+
+def _destination(parameter: Seen) -> Literal["grad", "caller", ""]:
+    """Return where the backward that runs puts the gradient of a parameter, which may be freed."""
+    with own_functions():
+        return destination(torch.autograd.graph.get_gradient_edge(parameter.whole).node)
 
 
 class UserSteps:
@@ -43,6 +52,7 @@ class UserSteps:
         processes: The number of processes over which gradients are averaged; 1: they are added up.
 
     Attributes:
+        note: Called before what all processes do together; see `UnitCalls`. Default: None.
         switches: Follows the switches of the module that the user's step turns.
         is_in_step: True within a step of the user.
         hooks: Those of the modules, to be removed in the end.
@@ -54,6 +64,9 @@ class UserSteps:
         self._by_hand = by_hand
         self._processes = processes
         self.is_in_step = False
+        self.note: Callable[[int], None] | None = None
+        # The number of the last backward that was noted.
+        self._noted_backward = -1
         # Returns the weight of this process's samples, relative to the mean over the processes.
         self._relative_weight: Callable[[], float] = _equal
         # Ends the time in which units keep their weights, since the graph of a backward needs them.
@@ -122,12 +135,16 @@ class UserSteps:
         # A function is not copied with a module, as a method would be with this object.
         def gather_root(module: nn.Module, arguments: Any) -> None:
             if self.is_in_step:
+                if self.note is not None and not self._seen[-1][0].is_gathered:
+                    self.note(ROOT)
                 self._root.unshard()
 
         shards_of_root = {id(parameter.shard) for parameter in self._seen[-1]}
         for part in self._root.modules():
-            if part is not self._root and any(id(shard) in shards_of_root for shard in part.parameters(recurse=False)):
-                self.hooks.append(part.register_forward_pre_hook(gather_root))
+            parameters = part.parameters(recurse=part is self._root)
+            if any(id(parameter) in shards_of_root for parameter in parameters):
+                # Before torch gathers the root in its own forward.
+                self.hooks.append(part.register_forward_pre_hook(gather_root, prepend=True))
 
     # The steps.
 
@@ -177,7 +194,18 @@ class UserSteps:
 
     # Backwards.
 
+    def _note_backward(self) -> None:
+        """Note a backward that has come to a unit or a parameter, once."""
+        number = number_of_backward()
+        if self.note is None or number == self._noted_backward:
+            return
+        self._noted_backward = number
+        parameters = chain.from_iterable(self._seen)
+        destinations = (_destination(parameter) for parameter in parameters if parameter.whole.requires_grad)
+        self.note(_KINDS[next(filter(None, destinations), "")])
+
     def _begin_backward(self) -> None:
+        self._note_backward()
         if torch.is_grad_enabled() and self._end_keeping is None:
             # The graph of this backward refers to whole weights, of which torch knows nothing.
             self._end_keeping = keep_gathered(self._units)
@@ -214,8 +242,8 @@ class UserSteps:
 
     def _exchange_returned(self, parameter: Seen, gradient: Tensor) -> Tensor | None:
         """Return the mean gradient of all processes where `torch.autograd.grad` returns it; elsewhere it is weighed."""
-        node = torch.autograd.graph.get_gradient_edge(parameter.whole).node
-        if is_summed(node):
+        self._note_backward()
+        if _destination(parameter) == "grad":
             weight = self._relative_weight()
             return None if weight == 1 else gradient * weight
         if torch.is_grad_enabled():
@@ -248,6 +276,7 @@ class UserSteps:
         return sum_gradient(gradient * self._relative_weight(), shard) / self._processes
 
 
+_KINDS = {"grad": SUMMED, "caller": RETURNED, "": BACKWARD}
 _RETURNED = "Under strategy='fsdp' `torch.autograd.grad` was asked for gradients of parameters"
 _REPLACED = (
     "{!r} of a module was replaced within a step, as `torch.func.functional_call` does. Under strategy='fsdp' the"

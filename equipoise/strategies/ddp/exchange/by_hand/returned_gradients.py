@@ -48,7 +48,7 @@ class ReturnedGradients:
         results: Sequence[Tensor | None] = call.run()
         # 1. Find the parameters among the inputs, and what was computed from means of their gradients: weights after a
         #    step with a graph are weights, if all processes have the same.
-        inputs: list[Any] = [_tensor_of(value) for value in call.inputs]
+        inputs: list[Any] = call.leaves()
         indices = [index for index, value in enumerate(inputs) if id(value) in numbers]
         derived: list[int] = []
         if self._has_graphs:
@@ -117,10 +117,3 @@ class ReturnedGradients:
 
     def _meet_again(self) -> None:
         self._meetings.meet(Kind.SECOND_BACKWARD)
-
-
-def _tensor_of(value: Tensor | torch.autograd.graph.GradientEdge) -> Tensor | None:
-    """Return an input of `torch.autograd.grad` as a tensor; the node of an edge names the leaf that it belongs to."""
-    if isinstance(value, Tensor):
-        return value
-    return getattr(value.node, "variable", None)
