@@ -32,6 +32,7 @@ from equipoise.strategies.distributed.loaders import has_distributed_sampler
 from equipoise.strategies.distributed.module_sync import check_same_modules
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy
 from equipoise.strategies.distributed.window_totals import average_gradients
+from equipoise.strategies.partial_gradients import refuse_partial_gradients
 from equipoise.strategies.portable_state import LoadState, PortableState, SaveState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
@@ -132,6 +133,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
     _metrics: MetricExchange | None = None
     _threads_before: int | None = None
     _modules: PartModules | None = None
+    _allow_gradients: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -163,7 +165,15 @@ class VirtualDevicesStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options. State of a run stays in its process."""
         state = super().__getstate__()
-        for name in ("_steps", "_rounds", "_metrics", "_modules", "_threads_before", "step_batches"):
+        for name in (
+            "_steps",
+            "_rounds",
+            "_metrics",
+            "_modules",
+            "_threads_before",
+            "_allow_gradients",
+            "step_batches",
+        ):
             state.pop(name, None)
         return state
 
@@ -243,6 +253,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         metrics = MetricExchange(module, modules)
         self._metrics = metrics
         size_of = splitter.size if splitter.asks_module else None
+        self._allow_gradients = refuse_partial_gradients(module, self.name)
         ranges = self._ranges_of_processes()
         self._steps = PartSteps(module, modules, size_of, self._weights, self.count, ranges, processes, metrics)
         self._rounds = EvaluationRounds(module, processes, self.root_device, metrics)
@@ -278,6 +289,9 @@ class VirtualDevicesStrategy(ProcessStrategy):
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
         self.step_batches = ()
+        if self._allow_gradients is not None:
+            self._allow_gradients()
+            self._allow_gradients = None
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None

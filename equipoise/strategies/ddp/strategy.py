@@ -20,6 +20,7 @@ from equipoise.strategies.ddp.recovery import DDPRecovery
 from equipoise.strategies.distributed.loaders import Sizes
 from equipoise.strategies.distributed.process_strategy import ProcessRun, ProcessStrategy, same_in_all_processes
 from equipoise.strategies.distributed.sample_shares import ProcessShares, check_shares, check_shares_count
+from equipoise.strategies.partial_gradients import refuse_partial_gradients
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 
@@ -156,7 +157,10 @@ class DDPStrategy(ProcessStrategy):
         # 3. The exchange of gradients, whose engine is constructed with the first batch.
         exchange = GradientExchange(self.engine, module, self.root_device, self._engine_options)
         recovery = DDPRecovery(module, exchange, self._current_shares)
-        return _Run(exchange=exchange, recovery=recovery, restores=[restore_metrics])
+        restores = [restore_metrics]
+        if getattr(module, "automatic_optimization", True):
+            restores.append(refuse_partial_gradients(module, self.name))
+        return _Run(exchange=exchange, recovery=recovery, restores=restores)
 
     def replicated_tensors(self) -> Replicated:
         """Return the whole module, if each window ends with an exchange of all gradients; see the interface."""

@@ -28,6 +28,7 @@ from equipoise.parallel.replicas.replicas import Replicas
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
+from equipoise.strategies.partial_gradients import refuse_partial_gradients
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.replicated.recovery import PlacedParts, ReplicatedRecovery
 from equipoise.strategies.replicated.replicated_forward import ReplicatedForward
@@ -48,6 +49,7 @@ class _Run:
     threads: DeviceThreads
     recovery: ReplicatedRecovery
     forward: ReplicatedForward | None
+    allow_gradients: Callable[[], None] | None
 
 
 class ReplicatedStrategy(Strategy):
@@ -154,7 +156,10 @@ class ReplicatedStrategy(Strategy):
         if self.parallelize == "forward" and len(self.devices) > 1:
             forward = ReplicatedForward(module, replicas, self._gathering, self.dim, self.sizes, self._compute)
         recovery = ReplicatedRecovery(replicas, threads, self._reduce_share)
-        self._run = _Run(Splitter(module, self.dim), replicas, threads, recovery, forward)
+        allow_gradients = None
+        if self.parallelize == "step" and len(self.devices) > 1:
+            allow_gradients = refuse_partial_gradients(module, self.name)
+        self._run = _Run(Splitter(module, self.dim), replicas, threads, recovery, forward, allow_gradients)
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Release replicas and threads; see `Strategy.teardown`."""
@@ -163,6 +168,8 @@ class ReplicatedStrategy(Strategy):
         if run is not None:
             if run.forward is not None and run.forward.was_called:
                 self._expects_forward = False
+            if run.allow_gradients is not None:
+                run.allow_gradients()
             run.threads.close()
         super().teardown(error)
 

@@ -1,0 +1,45 @@
+"""Gradients of a part of a batch, which a step of automatic optimisation computes by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from equipoise.errors import StepError
+from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
+from equipoise.interop.lightning.self_log import CURRENT_HOOK
+
+__all__ = ["refuse_partial_gradients"]
+
+# The hooks from which the loss comes.
+_HOOKS = ("training_step", "on_before_backward")
+
+
+def refuse_partial_gradients(module: nn.Module, strategy: str) -> Callable[[], None]:
+    """Refuse `torch.autograd.grad` for parameters in `training_step`, where a step is computed in parts.
+
+    What a loss is computed from them, such as the weights of several tasks, would not be that of the whole batch.
+
+    Args:
+        module: The module, which computes a part or more of each batch.
+        strategy: The name of the strategy.
+
+    Returns:
+        Function that ends this.
+    """
+    attributes = vars(module)
+
+    def run(call: BackwardCall) -> Any:
+        if not call.accumulates and attributes.get(CURRENT_HOOK) in _HOOKS:
+            parameters = set(map(id, module.parameters()))
+            if not parameters.isdisjoint(map(id, call.leaves())):
+                raise StepError(
+                    "`torch.autograd.grad` was asked for gradients of parameters in a step of automatic optimisation."
+                    f" Under strategy={strategy!r} they would be those of a part of the batch, so a loss that is"
+                    " computed from them would differ from that of one device. Optimise by hand under strategy='ddp',"
+                    " where they are the mean over all samples. Gradients that train nothing come from"
+                    " `torch.func.grad`, or from a copy of the parameter."
+                )
+        return call.run()
+
+    return intercept_backwards(run)

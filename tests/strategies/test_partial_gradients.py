@@ -1,0 +1,94 @@
+"""Losses that a step computes from gradients of its own: of the whole batch, or refused."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise import DDPStrategy, StepError, VirtualDevicesStrategy
+from tests.conftest import ignoring
+from tests.support.pipelines import quiet
+
+pytestmark = ignoring(r"\w+ has a `validation_step`, but")
+
+
+class Tasks(L.LightningModule):
+    """Divides the losses of two tasks by the norms of their gradients, also in its evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        return (self.net(batch[0]) - batch[1]).square().mean(0)
+
+    def balanced(self, batch: Any) -> torch.Tensor:
+        losses = self.losses(batch)
+        gradients = [torch.autograd.grad(loss, self.net[0].weight, retain_graph=True)[0] for loss in losses]
+        return sum(loss / gradient.norm() for loss, gradient in zip(losses, gradients, strict=True))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.balanced(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            self.balanced([tensor.clone() for tensor in batch])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ByHand(Tasks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.balanced(batch))
+        optimizer.step()
+
+
+class OfInputs(Tasks):
+    """Takes gradients of inputs, and of a function of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = batch[0].clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(self.net(features).sum(), features, create_graph=True)
+        torch.func.grad(lambda weight: (batch[0] @ weight.T).square().mean())(self.net[0].weight)
+        return self.losses(batch).sum() + slopes.square().sum(1).mean()
+
+
+def weights(kind: type[Tasks], strategy: Any = "single_device", devices: int = 1) -> list[torch.Tensor]:
+    module = kind()
+    draw = torch.Generator().manual_seed(5)
+    data = TensorDataset(*(torch.randn(12, size, generator=draw, dtype=torch.float64) for size in (4, 2)))
+    size = 6 // devices if isinstance(strategy, DDPStrategy) else 6
+    trainer = quiet(strategy=strategy, devices=["cpu"] * devices, inference_mode=False)
+    trainer.fit(module, DataLoader(data, batch_size=size), DataLoader(data, batch_size=6))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+STRATEGIES = [
+    *(DDPStrategy(engine=engine) for engine in ("torch", "native")),
+    *(VirtualDevicesStrategy(count=2), "dp", "balanced"),
+]
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: getattr(strategy, "name", strategy))
+def test_gradients_of_a_part_of_the_batch_are_refused(strategy: Any) -> None:
+    with pytest.raises(StepError, match=r"`torch\.autograd\.grad` was asked for gradients of parameters"):
+        weights(Tasks, strategy, 2)
+    assert weights(Tasks)
+    expected = weights(OfInputs)
+    torch.testing.assert_close(weights(OfInputs, strategy, 2), expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_by_hand_are_those_of_the_whole_batch() -> None:
+    torch.testing.assert_close(weights(ByHand, DDPStrategy(), 2), weights(Tasks), rtol=0, atol=1e-12)
