@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from equipoise.interop.adapters import find, find_if_tested
 
@@ -17,6 +17,7 @@ __all__ = [
     "has_any_step_hooks",
     "has_step_hooks",
     "is_of_torch",
+    "may_decide_by_loss",
     "only_parameter",
     "plain_step",
     "unscales_by_itself",
@@ -54,6 +55,11 @@ def is_of_torch(optimizer: object) -> bool:
     Newer classes name `torch.optim` as their module, older ones a module within it.
     """
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def may_decide_by_loss(optimizer: object) -> bool:
+    """Return True for an optimiser that may read the loss of its closure; those of torch but LBFGS only return it."""
+    return isinstance(optimizer, LBFGS) or not is_of_torch(optimizer)
 
 
 @contextmanager

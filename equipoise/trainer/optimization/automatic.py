@@ -23,7 +23,7 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.lightning.optimizers import closure_not_called
-from equipoise.interop.torch.optimizers import plain_step
+from equipoise.interop.torch.optimizers import may_decide_by_loss, plain_step
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import NO_RESULT, PartialOutputs, StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
@@ -141,6 +141,9 @@ class AutomaticOptimization:
         self._user_step = hooks.bind_module("optimizer_step")
         is_unnoticed = self._scaler is not None or self._are_several or takes_no_closure(self._optimizer)
         self._needs_no_closure = self._user_step is None and is_unnoticed
+        # All processes decide by the loss of all samples.
+        has_parts = not self._is_alone and not strategy.processes.has_one_state
+        self._reduce = strategy.processes.reduce if has_parts and may_decide_by_loss(self._optimizer) else None
         self._lightning_optimizer = None if self._needs_no_closure else as_lightning(self._optimizer)
 
         self._plain_step = self._bind_plain_step(optimizers)
@@ -256,7 +259,8 @@ class AutomaticOptimization:
             with torch.enable_grad():
                 result = self._forward_backward(self.step, parts, True)
             results[:] = [result]
-            return self._loss_of_closure(parts, result)
+            loss = self._loss_of_closure(parts, result)
+            return loss if self._reduce is None else self._mean_loss(loss, result)
 
         # A LightningOptimizer calls `optimizer_step` below with the closure.
         if self._user_step is not None:
@@ -282,6 +286,17 @@ class AutomaticOptimization:
         if self._last_loss is None:
             return torch.zeros(())
         return self._last_loss
+
+    def _mean_loss(self, loss: Tensor | None, result: StepResult) -> Tensor | None:
+        """Return the mean loss over the samples of all processes; without any sample that of this process."""
+        assert self._reduce is not None
+        weight = 0.0 if result.loss is None or result.weight is None else float(result.weight)
+        # A loss without weight may be no number.
+        weighted = float(loss) * weight if loss is not None and weight else 0.0
+        total, samples = self._reduce(torch.tensor([weighted, weight], dtype=torch.float64), reduce_op="sum").tolist()
+        if not samples:
+            return loss
+        return torch.full_like(torch.zeros(()) if loss is None else loss, total / samples)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, then all up to the optimiser's step; a LightningOptimizer calls this.

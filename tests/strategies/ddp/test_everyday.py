@@ -80,14 +80,40 @@ class FrozenForAStep(Numbered):
             self.net[0].weight.grad = None
 
 
-@pytest.mark.quick_cases(4)
+class DecidesByLoss(Numbered):
+    """Searches along a line by the loss, which is that of all samples."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=2, line_search_fn="strong_wolfe")
+
+
+class Grows(Numbered):
+    """Adds a layer in the middle of an epoch, and replaces a weight."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            self.grow()
+
+    def grow(self) -> None:
+        torch.manual_seed(5 + self.global_rank)
+        self.net.append(nn.Linear(3, 3, dtype=self.dtype))
+        self.net[0].weight = nn.Parameter(torch.randn(5, 4, dtype=self.dtype))
+        new = [self.net[0].weight, *self.net[-1].parameters()]
+        self.optimizers(use_pl_optimizer=False).add_param_group({"params": new})
+
+
+KINDS = [FrozenForAStep, DecidesByLoss, Grows, Twice, Thaws, Masked]
+
+
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("engine", ["torch", "native"])
-@pytest.mark.parametrize("kind", [FrozenForAStep, Twice, Thaws, Masked])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_device(kind: type[Numbered], engine: Any) -> None:
+    """The last batch of an epoch has three samples."""
     one, many = made(kind), made(kind)
     before = many.net[0].weight.detach().clone()
-    alone(one)
-    fit(many, DDPStrategy(engine=engine))
+    alone(one, count=15)
+    fit(many, DDPStrategy(engine=engine), count=15)
     assert_same_weights(one, many)
     assert many.same
     if kind is Masked:
@@ -107,6 +133,36 @@ def test_what_an_engine_cannot_do(options: dict[str, Any], more: dict[str, Any],
         module.net = nn.Sequential(Embedded(), nn.Linear(3, 3))
     with pytest.raises(StepError, match=message):
         fit(module, DDPStrategy(**options), **more)
+
+
+class GrowsInStep(Numbered):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 1:
+            layer = nn.Linear(3, 3, dtype=self.dtype)
+            self.net.append(layer)
+            self.optimizers(use_pl_optimizer=False).add_param_group({"params": list(layer.parameters())})
+        return super().training_step(batch, batch_idx)
+
+
+class StepsInBackward(Numbered):
+    """Steps an optimiser for each weight as soon as its gradient is there."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in self.net[0].parameters()}
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("engine", ["torch", "native"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(GrowsInStep, "gives the module a parameter that it trains"), (StepsInBackward, "is stepped within a backward")],
+)
+def test_gradients_that_are_not_exchanged_are_refused(kind: type[Numbered], message: str, engine: Any) -> None:
+    with pytest.raises(StepError, match=message):
+        fit(made(kind), DDPStrategy(engine=engine))
 
 
 class Embedded(nn.Module):

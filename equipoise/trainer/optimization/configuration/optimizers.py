@@ -7,11 +7,11 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.optimizers import has_step_hooks, is_of_torch
+from equipoise.interop.torch.optimizers import has_step_hooks, may_decide_by_loss
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.optimization.configuration.scheduler_config import (
     check_scheduler,
@@ -176,4 +176,4 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
 
 def takes_no_closure(optimizer: Optimizer) -> bool:
     """Return True if neither the optimiser nor a hook on it can tell that it was stepped without a closure."""
-    return is_of_torch(optimizer) and not isinstance(optimizer, LBFGS) and not has_step_hooks(optimizer)
+    return not may_decide_by_loss(optimizer) and not has_step_hooks(optimizer)

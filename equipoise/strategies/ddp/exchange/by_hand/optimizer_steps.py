@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from equipoise.errors import StepError
-from equipoise.interop.torch.optimizers import is_of_torch
+from equipoise.interop.torch.optimizers import may_decide_by_loss
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.optimizers.gradient_marks import is_exchanged, scaling_of
 from equipoise.strategies.ddp.exchange.by_hand.digests import agree, digest
@@ -51,9 +51,7 @@ class OptimizerSteps:
 
         def compute() -> Any:
             loss = closure()
-            # Other optimisers of torch only return the loss.
-            may_read = isinstance(optimizer, LBFGS) or not is_of_torch(optimizer)
-            if not may_read or not isinstance(loss, Tensor):
+            if not may_decide_by_loss(optimizer) or not isinstance(loss, Tensor):
                 self._meet(number, optimizer, math.nan)
                 return loss
             events = self._meet(number, optimizer, loss.item())
