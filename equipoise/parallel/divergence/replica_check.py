@@ -20,7 +20,7 @@ from equipoise.parallel.divergence.differences import Digests, agree, difference
 from equipoise.parallel.divergence.digests import digests_of, has_digest
 from equipoise.parallel.divergence.replicated import Replicated
 
-__all__ = ["ReplicaCheck"]
+__all__ = ["ReplicaCheck", "kind_of"]
 
 # The part to which buffers belong, none of which is a part of a strategy.
 _BUFFERS = "buffers"
@@ -94,7 +94,7 @@ class ReplicaCheck:
             for name, tensor in parameters.items():
                 if not has_digest(tensor):
                     continue
-                kind = _kind_of(tensor.device)
+                kind = kind_of(tensor.device)
                 key = (f"{part} on {kind}", name)
                 keys.append(key)
                 tensors.append(tensor)
@@ -177,8 +177,8 @@ class ReplicaCheck:
             raise divergence_error(differing, state.agreed, state.now)
 
 
-def _kind_of(device: torch.device) -> str:
-    """Return the kind of a device, as far as rounding depends on it."""
+def kind_of(device: torch.device) -> str:
+    """Return the kind of a device of this process, as far as rounding depends on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":

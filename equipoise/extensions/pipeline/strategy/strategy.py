@@ -43,6 +43,7 @@ from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.membership import compute_metrics_alone
 from equipoise.parallel.communication.process_group import group_store
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.divergence.replicated import Replicated
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
@@ -382,6 +383,12 @@ class PipelineStrategy(Strategy):
             return
         if self._launch is not None and self._launch.is_connected:
             self._run.exchange.copy_buffers()
+
+    def replicated_tensors(self) -> Replicated:
+        """Return what replicas have alike, as this one has it; see `Strategy.replicated_tensors`."""
+        if self._run is None or self._run.exchange is None:
+            return super().replicated_tensors()
+        return self._run.exchange.replicated()
 
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy a batch to the last device; see `Strategy.batch_to_devices`."""

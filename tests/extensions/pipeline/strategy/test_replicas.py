@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, Trainer, WorkerError
+from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer, WorkerError
 from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_process_faults import SCRIPT, Faulty, nobody_is_left
 from tests.extensions.pipeline.strategy.test_processes import (
@@ -27,6 +27,7 @@ from tests.extensions.pipeline.strategy.test_processes import (
 )
 from tests.strategies.ddp.test_faults import Mistake, is_killed, raises
 from tests.strategies.programs import torchrun
+from tests.support.pipelines import stay_whole
 
 pytestmark = [
     *ignoring("Checkpoint directory", r"\w+ has a `validation_step`, but"),
@@ -335,6 +336,92 @@ def test_a_checkpoint_is_resumed(strategy: str, devices: int, replicas: int, tmp
         return
     again = {"callbacks": [checkpoints(tmp_path)], "ckpt_path": tmp_path / "step=3.ckpt"}
     same(whole, fit(pipeline(), devices, replicas, 49, **options, **again), tolerance=0)
+
+
+# Replicas that differ
+
+
+class Scaled(nn.Module):
+    """Counts positive samples in a buffer that should not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        stay_whole(value)
+        if (value > 0).all():
+            self.scale += 1
+        return self.linear(value)
+
+
+class Differing(Branching):
+    """Has the same cut in each test: the last layer alone is in the main process."""
+
+    def __init__(self, change: Callable[["Differing"], None]) -> None:
+        super().__init__(lambda: nn.Sequential(Scaled(), nn.Linear(3, 2), nn.Linear(2, 1)))
+        self.change = change
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.change(self)
+
+
+def fit_differing(change: Callable[[Differing], None], data: Tensor, **options: Any) -> None:
+    strategy = pipeline(cut_before=["net.2"], micro_batches=2)
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **options}
+    fit_values(strategy, 4, data, 4, lambda: Differing(change), **options)
+
+
+def in_the_second_replica(change: Callable[[Differing], None], step: int) -> Callable[[Differing], None]:
+    @torch.no_grad()
+    def change_there(module: Differing) -> None:
+        if module.global_rank == 1 and module.global_step == step:
+            change(module)
+
+    return change_there
+
+
+def set_rate(module: Differing) -> None:
+    module.optimizers().param_groups[0]["lr"] = 0.1
+
+
+def shift_bias(module: Differing) -> None:
+    module.net[2].bias.add_(1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "message"),
+    [
+        (shift_bias, 1, r"net\.2\.bias .* All agreed before the first optimiser step; this is step 1,"),
+        (set_rate, 3, r"net\.0\.linear\.weight .* 5 other tensors .* after optimiser step 2; this is step 4,"),
+    ],
+    ids=["last stage", "all stages"],
+)
+def test_replicas_that_differ_end_the_run(change: Any, step: int, message: str) -> None:
+    """The optimisers of workers receive the options of their replica's."""
+    match = f"^Replicas differ between processes: {message}"
+    with pytest.raises(StepError, match=match.replace(" .*", r" is not the same in rank 1 as in rank 0\..*", 1)):
+        fit_differing(in_the_second_replica(change, step), -values(16).abs())
+    nobody_is_left()
+
+
+def test_a_buffer_of_a_worker_that_one_replica_has_changed() -> None:
+    data = values(16)
+    # The samples of a step are dealt in turn: the second replica has the odd ones.
+    data[0::2] = -data[0::2].abs()
+    data[1::2] = data[1::2].abs()
+    with pytest.raises(StepError, match=r"the buffer net\.0\.scale is not the same in rank 1 as in rank 0\."):
+        fit_differing(lambda module: None, data)
+
+
+def test_a_checkpoint_is_not_written_of_replicas_that_differ(tmp_path: Path) -> None:
+    with pytest.raises(StepError, match=r"net\.2\.bias .*after optimiser step 2; this is step 3,"):
+        fit_differing(in_the_second_replica(shift_bias, 2), -values(32).abs(), callbacks=[checkpoints(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {"step=1.ckpt", "step=2.ckpt"}
 
 
 # Failures

@@ -20,6 +20,8 @@ from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
 from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.process_group import host_group
 from equipoise.parallel.communication.tensor_copies import copy_from_first
+from equipoise.parallel.divergence.digests import digests_of, has_digest
+from equipoise.parallel.divergence.replicated import Replicated, unchanging_buffers
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
 __all__ = ["ReplicaExchange"]
@@ -125,3 +127,30 @@ class ReplicaExchange:
         commands.messenger.flush()
         # A step may have replaced some buffers by other tensors.
         copy_from_first(self._those_here(self._module.buffers()))
+
+    def replicated(self) -> Replicated:
+        """Return the tensors of this replica, for comparison with others; digests stand for those of workers.
+
+        A parameter is a part for each process that has it: replicas may have it in the processes of other stages.
+        """
+        of_workers = self._processes.commands.request_all("tensors.digests")
+        placement = self._processes.placement
+        parameters: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self._module.named_parameters():
+            key = placement.key_of(parameter)
+            if not placement.is_elsewhere(key):
+                parameters[f"{name} in the last stage"] = {name: parameter}
+            for stage, (kind, digests) in enumerate(of_workers):
+                if key in digests:
+                    parameters[f"{name} in stage {stage} on {kind}"] = {name: digests[key]}
+
+        # Before and after a buffer moves to a worker its digest stands for it.
+        buffers: dict[str, Tensor] = {}
+        for name, buffer in unchanging_buffers(self._module).items():
+            key = placement.key_of(buffer)
+            if placement.is_elsewhere(key):
+                _, digests = of_workers[placement.workers_with(key)[0]]
+                buffers[name] = digests[key]
+            elif has_digest(buffer):
+                (buffers[name],) = digests_of([buffer])
+        return Replicated(parameters, buffers)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from equipoise.extensions.pipeline.messaging.commands import TensorSpec, placeholder
 from equipoise.extensions.pipeline.messaging.remote_operations import Operation, compute_operations
+from equipoise.parallel.divergence.digests import digests_of, has_digest
+from equipoise.parallel.divergence.replica_check import kind_of
 
 __all__ = ["TensorStore"]
 
@@ -76,6 +78,15 @@ class TensorStore:
         for key in keys:
             values[key] = self[key].detach()
         return values
+
+    def digests(self) -> tuple[str, dict[int, Tensor]]:
+        """Return the kind of the device, and the digests of all tensors in this process; see `ReplicaCheck`."""
+        digests = {}
+        for key in sorted(self.present):
+            if has_digest(self[key]):
+                # By itself: the digest of a tensor depends on those before it.
+                (digests[key],) = digests_of([self[key]])
+        return kind_of(self._device), digests
 
     def keys_by_identity(self) -> dict[int, int]:
         """Return the keys of all tensors used so far by the tensors' `id`."""
