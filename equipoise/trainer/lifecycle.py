@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.errors import CheckpointError
+from equipoise.errors import CheckpointError, WorkerError
 from equipoise.interop.lightning.loggers import log_hyperparams
 from equipoise.interop.lightning.modules import as_configured, forget_run
 from equipoise.interop.lightning.self_log import unbind_log
@@ -369,7 +369,7 @@ class _Run:
         """Call a callback's hook for errors. If it cannot write a checkpoint any more, the first error says so."""
         try:
             callback.on_exception(self.parts.trainer, self.module, error)
-        except CheckpointError as another:
+        except (CheckpointError, WorkerError) as another:
             error.add_note(f"{type(callback).__name__} could not save: {another}")
 
     def _release(self, error: BaseException | None) -> None:

@@ -15,6 +15,7 @@ before its consequences, a hang if there is nothing else.
 """
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -54,6 +55,7 @@ def launch(
     *,
     known: Sequence[Any] = (),
     is_consequence: Callable[[BaseException], bool] | None = None,
+    timeout: float = math.inf,
 ) -> T:
     """Run a function in several processes, and return its result in the first.
 
@@ -63,6 +65,8 @@ def launch(
         known: Objects of the caller that the result may refer to. Default: none.
         is_consequence: Returns True for errors that follow from the end of another process. Default: None, no such
             check.
+        timeout: Seconds for which the processes wait for one another, of which a quarter at most is added before one
+            that hangs is named. Default: without limit.
 
     Raises:
         WorkerError: If a process was killed, left, or hung.
@@ -85,7 +89,7 @@ def launch(
                     worker = WorkerProcess.start(context, rank, task)
                     workers.append(worker)
             # 3. Wait for all, and unpack the result of the first.
-            layout_of_result = _supervise(workers, signals)
+            layout_of_result = _supervise(workers, signals, min(_UNTIL_CAUSE, timeout / 4))
         return result.unpack(layout_of_result, known)  # type: ignore[no-any-return]
     finally:
         for worker in workers:
@@ -94,15 +98,15 @@ def launch(
         result.close()
 
 
-def _supervise(workers: list[WorkerProcess], signals: int | None) -> PayloadLayout:
+def _supervise(workers: list[WorkerProcess], signals: int | None, until_cause: float) -> PayloadLayout:
     """Wait for all workers, and return the layout of the first one's result."""
     # 1. Gather reports.
     try:
-        _gather_reports(workers, None, signals)
+        _gather_reports(workers, None, until_cause, signals)
     except KeyboardInterrupt:
         for worker in workers:
             worker.send_signal(signal.SIGINT)
-        _gather_reports(workers, _LEAVING)
+        _gather_reports(workers, _LEAVING, until_cause)
         raise
     # 2. Raise the first cause of a failure.
     reports = [worker.report for worker in workers if worker.report is not None]
@@ -116,12 +120,15 @@ def _supervise(workers: list[WorkerProcess], signals: int | None) -> PayloadLayo
     return layout
 
 
-def _gather_reports(workers: list[WorkerProcess], seconds: float | None, signals: int | None = None) -> None:
+def _gather_reports(
+    workers: list[WorkerProcess], seconds: float | None, until_cause: float, signals: int | None = None
+) -> None:
     """Receive reports until all have arrived, or one failed and the others had time to report the cause.
 
     Args:
         workers: All workers.
         seconds: Longest time; None: without limit.
+        until_cause: Longest time after a failure that may follow from another one.
         signals: A descriptor that yields the signals to forward, a byte each. From a SIGTERM on, the time is
             `_TERMINATING` at most. Default: None, no signal is forwarded.
     """
@@ -136,7 +143,7 @@ def _gather_reports(workers: list[WorkerProcess], seconds: float | None, signals
             return
         if not has_failure and any(report.failed for report in reports):
             has_failure = True
-            deadline.shorten(_UNTIL_CAUSE)
+            deadline.shorten(until_cause)
         if not has_cause and causes_among(reports, list(silent.values())):
             has_cause = True
             deadline.shorten(_GATHERING)

@@ -90,7 +90,9 @@ class ProcessGroup(ConnectedProcesses):
         # 3. The others start here, and meet at a store of this process.
         with StoreServer() as store:
             run = partial(self.run_as, function=function, port=store.port)
-            result: T = launch(run, self.world_size, known=known, is_consequence=follows_from_another)
+            result: T = launch(
+                run, self.world_size, known=known, is_consequence=follows_from_another, timeout=self._timeout
+            )
         return result
 
     def run_as(self, index: int, function: Callable[[], T], port: int) -> T:

@@ -388,6 +388,19 @@ def test_a_cause_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pyte
         launch(partial(follows_and_then_fails, str(tmp_path / "fifo")), 2, is_consequence=follows_from_another)
 
 
+def follows_or_hangs(rank: int) -> None:
+    if rank == 0:
+        raise RuntimeError("Connection closed by peer")
+    threading.Event().wait()
+
+
+def test_a_process_that_hangs_is_named_soon_after_a_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this bound it is named in ten days."""
+    monkeypatch.setattr("equipoise.parallel.workers.launch._UNTIL_CAUSE", 1e6)
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 hung(?s:.*)in follows_or_hangs"):
+        launch(follows_or_hangs, 2, is_consequence=follows_from_another, timeout=1.0)
+
+
 def gives_up(rank: int) -> None:
     raise RuntimeError("Timed out waiting 1000ms for recv" if rank == 1 else "Connection closed by peer")
 

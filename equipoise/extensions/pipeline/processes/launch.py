@@ -130,7 +130,9 @@ class StageLaunch(ConnectedProcesses):
             return self.run(self._launched_rank, None, function, known)
         with StoreServer() as store:
             start = partial(self._run_in_worker, function, store.port)
-            result: T = launch(start, self._total, known=known, is_consequence=follows_from_another)
+            result: T = launch(
+                start, self._total, known=known, is_consequence=follows_from_another, timeout=self._timeout
+            )
         return result
 
     def _run_in_worker(self, function: Callable[[], T], port: int, rank: int) -> T:

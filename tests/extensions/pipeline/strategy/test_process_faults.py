@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import PipelineStrategy, Trainer, WorkerError
+from equipoise.parallel.workers import launch
 from tests.conftest import ignoring
 from tests.strategies.ddp.test_faults import Mistake, hangs, is_killed, raises
 from tests.strategies.programs import start_script, torchrun, wait_for
@@ -121,11 +122,16 @@ def test_the_first_process_is_killed() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait no longer than they were told, and the one that hangs is named, with the place."""
-    blame_early(monkeypatch)
+def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait no longer than they were told, and the one that hangs is named, with the place.
+
+    That no checkpoint can be written any more is a consequence.
+    """
+    # The processes wait for a cause as long as their timeout allows.
+    monkeypatch.setattr(launch, "_UNTIL_CAUSE", 1e6)
+    options = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
     with pytest.raises(WorkerError, match=r"rank 2 of 3 hung(?s:.*)in hangs"):
-        make_trainer(timeout=10.0).fit(Faulty("forward", hangs, 0), loader())
+        make_trainer(timeout=10.0, **options).fit(Faulty("forward", hangs, 0), loader())
     nobody_is_left()
 
 
