@@ -22,6 +22,8 @@ __all__ = ["explained"]
 _SIGN = "mixed torch.Tensor and DTensor"
 # A part of torch's message about the memory of a gathered weight, which was freed.
 _FREED = "setStorage"
+# A part of torch's message about a parameter that is made of one whose values would be freed with it.
+_MADE = "Creating a Parameter from an instance of type"
 # Words of which one is in torch's messages about sizes that do not go together.
 _SIZES = ("shape", "size", "dim")
 
@@ -47,6 +49,12 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
         if _SIGN in str(error):
             name = _name_of_weight(error, sharded.module)
             raise StepError(_message(name, sharded)) from error
+        if _MADE in str(error):
+            raise StepError(
+                "A parameter was made of a weight of the module, as by `nn.Parameter(self.layer.weight)`. Under"
+                " strategy='fsdp' that weight is whole for a time only, so its memory cannot be shared. Make the"
+                " parameter of a copy: `nn.Parameter(self.layer.weight.detach().clone())`."
+            ) from error
         if _FREED in str(error):
             raise StepError(
                 "A backward needs weights that an earlier backward through the same graph has freed, under"

@@ -85,6 +85,11 @@ class ShardedModule:
                     f"{name} has a hook on its gradient, which would not be called under strategy='fsdp': other"
                     " parameters stand in its place in a run. Change gradients in `on_before_optimizer_step` instead."
                 )
+            if not parameter.ndim:
+                raise ConfigurationError(
+                    f"{name} is a parameter without a dimension, of which strategy='fsdp' makes no shards. Give it one:"
+                    " nn.Parameter(torch.ones(1)). Or take strategy='ddp'."
+                )
         unsharded = set(map(id, self._originals.values()))
         # Methods that are attributes of the object and not of its class.
         self._own_methods = {name: vars(self.module)[name] for name in _REPLACED if name in vars(self.module)}

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from equipoise import StepError
+from equipoise.extensions.fsdp.within_steps.seen_parameters import PartlyFreed
+from equipoise.interop.torch.dispatch import change_class
 from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_each_close, errors_of, fit, fsdp, in_processes, weights_of
 
@@ -198,6 +201,13 @@ def loaded(module: Any, batch: Any, batch_idx: int) -> None:
     module.teacher.load_state_dict(module.blocks.state_dict())
 
 
+def anchored(module: Any, batch: Any, batch_idx: int) -> None:
+    """Moves weights towards others, which all processes have."""
+    for parameter in module.trained():
+        parameter.grad = parameter.data - 0.1 * batch_idx
+    module.optimizers().step()
+
+
 # Steps of automatic optimisation.
 
 
@@ -279,7 +289,7 @@ BY_HAND: dict[str, Step] = {
     step.__name__: step
     for step in (
         *(plain, several, written, clipped, clamped, sharpness_aware, noisy, operated, redrawn, afterwards),
-        *(frozen_between, loaded),
+        *(frozen_between, loaded, anchored),
     )
 }
 AUTOMATIC: dict[str, Step] = {
@@ -350,6 +360,38 @@ def refuse_replaced_weights() -> None:
 
 def test_a_forward_with_other_weights_is_refused() -> None:
     in_processes(2, refuse_replaced_weights)
+
+
+def assigned(module: Any, batch: Any, batch_idx: int) -> None:
+    """Assigns what follows from the samples of a process."""
+    for parameter in module.trained():
+        parameter.grad = torch.full(parameter.shape, float(batch[0].mean()), dtype=parameter.dtype)
+    module.optimizers().step()
+
+
+def made_of_a_weight(module: Any, batch: Any, batch_idx: int) -> None:
+    nn.Parameter(module.first.weight)
+
+
+class Scaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def refusals() -> dict[str, str]:
+    kinds: dict[str, Any] = {"no dimension": Scaled}
+    for step in (assigned, made_of_a_weight):
+        kind: Any = type("Program", (Student,), {"step": staticmethod(step)})
+        kinds[step.__name__] = partial(kind, by_hand=True)
+    return errors_of({name: partial(fit, kind, fsdp(), 2, count=48) for name, kind in kinds.items()})
+
+
+def test_what_is_refused() -> None:
+    errors = in_processes(2, refusals)
+    assert re.match("ConfigurationError: temperature is a .* without a dimension.*torch.ones", errors["no dimension"])
+    assert re.match("StepError: The processes have assigned different gradients", errors["assigned"])
+    assert re.match(r"StepError: A parameter was made of a weight.*clone\(\)", errors["made_of_a_weight"])
 
 
 class Alone(Net):
@@ -425,3 +467,14 @@ class Pickles(Net):
 def test_parameters_are_pickled_and_made_of_others() -> None:
     module, _ = fit(Pickles, fsdp(), 2, max_epochs=1)
     assert type(module.kept[0]) is DTensor
+
+
+def pickle_partly_freed() -> type:
+    """Return the class of a pickled weight that lies over some processes between its forward and its backward."""
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))))
+    change_class(weight, PartlyFreed)
+    return type(pickle.loads(pickle.dumps(weight)))
+
+
+def test_partly_freed_weights_are_pickled_as_torchs_own() -> None:
+    assert in_processes(2, pickle_partly_freed) is DTensor

@@ -93,15 +93,16 @@ class Seen:
         """Give the shard a gradient.
 
         Args:
-            value: A gradient in shards; None; or a whole one, of which the mean over the processes is taken.
+            value: A gradient in shards; None; or a whole one, which all processes have alike.
 
         Raises:
-            StepError: If it is whole, and the optimisation automatic.
+            StepError: If it is whole, and differs between the processes, or the optimisation is automatic.
         """
         if value is not None and not isinstance(value, DTensor):
-            mean = self.steps.mean_gradient(value, self.shard)
-            value = torch.zeros_like(self.shard.detach())
-            part_of(value).copy_(part_like(value, mean))
+            self.steps.check_assigned(value, self.shard)
+            own = torch.zeros_like(self.shard.detach())
+            part_of(own).copy_(part_like(own, value))
+            value = own
         _set_own_gradient(self.shard, value)
 
 
@@ -367,6 +368,10 @@ def _partly_freed(name: str, inherited: Any) -> Any:
 @override(IN_PLACE, _partly_freed)
 class PartlyFreed(DTensor):
     """A parameter that lies in shards over some processes between its forward and its backward, which is only read."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with own_functions():
+            return _reduced(self, Tensor.detach(self), protocol)
 
 
 def _on_whole(name: str, inherited: Any) -> Any:

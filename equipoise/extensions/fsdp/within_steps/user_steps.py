@@ -29,6 +29,7 @@ from equipoise.interop.distributed.fully_sharded import (
 )
 from equipoise.interop.torch.autograd import number_of_backward
 from equipoise.interop.torch.dispatch import change_class, own_functions
+from equipoise.parallel.communication.object_exchange import exchange_number
 
 __all__ = ["UserSteps"]
 
@@ -263,13 +264,38 @@ class UserSteps:
         Raises:
             StepError: If the optimisation is automatic: the weights of the processes are known after the step only.
         """
+        self._check_by_hand()
+        return self.mean(gradient, shard)
+
+    def check_assigned(self, gradient: Tensor, shard: Any) -> None:
+        """Check that a whole gradient that is assigned is the same in all processes, as what `grad` returns is.
+
+        Args:
+            gradient: The gradient.
+            shard: The parameter.
+
+        Raises:
+            StepError: In all processes, if it is another one in some of them, or the optimisation is automatic.
+        """
+        self._check_by_hand()
+        mean = sum_gradient(gradient, shard) / shard.device_mesh.size()
+        tolerance = 16 * torch.finfo(gradient.dtype).eps
+        size = float(gradient.detach().nan_to_num(0, 0, 0).norm())
+        is_same = torch.allclose(mean, gradient, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+        if not all(exchange_number(int(is_same))):
+            raise StepError(
+                "The processes have assigned different gradients to a parameter. What a backward and"
+                " `torch.autograd.grad` compute is exchanged; what follows from the samples of a process in another way"
+                " is not. Average it over the processes by `self.all_gather` first."
+            )
+
+    def _check_by_hand(self) -> None:
         if not self._by_hand:
             raise StepError(
                 f"{_RETURNED}, or a gradient was assigned, in automatic optimisation, where the gradient of a step is"
                 " known after it. Return the loss, change gradients in `on_after_backward` or"
                 " `on_before_optimizer_step`, or optimise by hand."
             )
-        return self.mean(gradient, shard)
 
     def mean(self, gradient: Tensor, shard: Any) -> Tensor:
         """Return the mean over all processes of a gradient; in automatic optimisation the sum."""
