@@ -44,7 +44,6 @@ from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
 # At run time the class is Lightning's. Type checkers see declarations that accept either trainer.
 if TYPE_CHECKING:
     from equipoise.callbacks.declared_hooks import DeclaredHooks as _LightningCallback
-    from equipoise.trainer.trainer import Trainer
 else:
     from lightning.pytorch import Callback as _LightningCallback
 
@@ -86,7 +85,7 @@ class Callback(_LightningCallback):
     saves_memory: bool = False
     left_out_of_checkpoints: Set[str] = frozenset()
 
-    def on_configure_model_end(self, trainer: "Trainer", pl_module: LightningModule) -> None:
+    def on_configure_model_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Change the module's layers, before the weights of a checkpoint are loaded and the module is placed.
 
         The hook runs in every process, after the module's `configure_model`, also for evaluations. The layers may be
@@ -97,7 +96,7 @@ class Callback(_LightningCallback):
             pl_module: The user's module.
         """
 
-    def on_before_batch_to_device(self, trainer: "Trainer", pl_module: LightningModule, batch_idx: int) -> None:
+    def on_before_batch_to_device(self, trainer: Any, pl_module: LightningModule, batch_idx: int) -> None:
         """Run after a training batch was read, before it is copied to its devices. Not called by Lightning's Trainer.
 
         Args:
@@ -106,7 +105,7 @@ class Callback(_LightningCallback):
             batch_idx: Index of the batch.
         """
 
-    def wrap_call(self, trainer: "Trainer", action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_call(self, trainer: Any, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Put a function in the place of one that the loop calls. Not called by Lightning's Trainer.
 
         The hook runs a few times in an epoch, never in a step: when the loop binds its calls. The callback's class must
@@ -128,9 +127,7 @@ class Callback(_LightningCallback):
         """Return values for `ProgressBar`, by name, when it is redrawn; they are shown after the logged ones."""
         return {}
 
-    def on_out_of_memory(
-        self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent
-    ) -> int | Split | None:
+    def on_out_of_memory(self, trainer: Any, pl_module: LightningModule, event: OutOfMemoryEvent) -> int | Split | None:
         """Decide what happens with a batch that ran out of memory. Not called by Lightning's Trainer.
 
         The hook runs in the process of the error, before anything is done about it. While a callback overrides it, the

@@ -1,7 +1,7 @@
 """OOMRecovery: the callback that lets a step that ran out of memory run again in micro-batches."""
 
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
@@ -9,9 +9,6 @@ from equipoise.callbacks.callback import Callback
 from equipoise.errors import ConfigurationError
 from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
 from equipoise.validation import check_whole
-
-if TYPE_CHECKING:
-    from equipoise.trainer.trainer import Trainer
 
 __all__ = ["OOMRecovery"]
 
@@ -80,7 +77,7 @@ class OOMRecovery(Callback):
         self._earlier_events = len(self.events)
         self._earlier_skipped = self.skipped
 
-    def on_out_of_memory(self, trainer: "Trainer", pl_module: LightningModule, event: OutOfMemoryEvent) -> Split | None:
+    def on_out_of_memory(self, trainer: Any, pl_module: LightningModule, event: OutOfMemoryEvent) -> Split | None:
         """Decide by the policy; see `Callback.on_out_of_memory`."""
         self.events.append(event)
         if self.policy == "raise" or not event.can_repeat:

@@ -1,6 +1,6 @@
 """Options of the strategy that are out of range, or do not go together: among themselves, or with callbacks."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -10,14 +10,11 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.mesh.grid import check_size
 from equipoise.extensions.fsdp.sharded_run import NOT_REPEATED
 
-if TYPE_CHECKING:
-    from equipoise.extensions.fsdp.strategy import FSDPStrategy
-
 __all__ = ["check_callbacks", "check_divisible", "check_options"]
 
 
-def check_options(strategy: "FSDPStrategy") -> None:
-    """Check the arguments of a strategy.
+def check_options(strategy: Any) -> None:
+    """Check the arguments of an `FSDPStrategy`.
 
     Raises:
         ConfigurationError: If one is out of range, or two do not go together.
@@ -80,7 +77,7 @@ def check_divisible(module: nn.Module) -> None:
         )
 
 
-def check_callbacks(trainer: Any, strategy: "FSDPStrategy") -> None:
+def check_callbacks(trainer: Any, strategy: Any) -> None:
     """Check the callbacks and plugins of a trainer.
 
     Args:

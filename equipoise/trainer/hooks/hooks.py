@@ -399,7 +399,7 @@ class Hooks:
         for callback in self.callbacks:
             # An object that merely looks like a callback, such as a mock, would return anything.
             if isinstance(callback, Callback):
-                method = callback.wrap_call(self.trainer, action, method)  # type: ignore[arg-type]
+                method = callback.wrap_call(self.trainer, action, method)
         return method
 
     def _fire(self, name: str, callbacks: list[Hook], module: Hook | None) -> Hook | None:

@@ -8,7 +8,7 @@ that happens to have the same name and another meaning.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -26,8 +26,10 @@ from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.state_fields import Reads, StateField
 
 if TYPE_CHECKING:
+    from equipoise.precision import Precision as RunPrecision
     from equipoise.strategies.strategy import Strategy
-    from equipoise.trainer.surface.parts import TrainerParts
+    from equipoise.trainer.loops.fit_loop import FitLoop
+    from equipoise.trainer.runtime.run_data import RunData
 
 __all__ = ["StrategyView"]
 
@@ -57,6 +59,20 @@ _WITHOUT_EFFECT = {
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
+class _Parts(Protocol):
+    """What the view reads of the trainer's parts."""
+
+    trainer: Any
+    precision: "RunPrecision"
+    fit_loop: "FitLoop"
+    data: "RunData | None"
+
+    @property
+    def module(self) -> Any: ...
+
+    def lightning_optimizers(self) -> list[LightningOptimizer]: ...
+
+
 class StrategyView:
     """`trainer.strategy`: the strategy, and beside its own members those of Lightning's strategies."""
 
@@ -65,7 +81,7 @@ class StrategyView:
     restore_checkpoint_after_setup = False
     launcher = None
 
-    def __init__(self, strategy: "Strategy", state: RunState, parts: "TrainerParts") -> None:
+    def __init__(self, strategy: "Strategy", state: RunState, parts: _Parts) -> None:
         self._strategy = strategy
         self._parts = parts
         self.run_state = state

@@ -6,7 +6,7 @@ user has kept after it was freed means the shard.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,23 @@ from equipoise.interop.torch.autograd import is_in_backward_or_compiler, version
 from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.tree import map_leaves, tensors_in
 
-if TYPE_CHECKING:
-    from equipoise.extensions.fsdp.within_steps.user_steps import UserSteps
-
 __all__ = ["FreedParameter", "PartlyFreed", "Seen", "Shard", "ShardInStep", "WholeParameter", "hook_whole"]
+
+
+class Steps(Protocol):
+    """The user's steps, as a parameter sees them.
+
+    Attributes:
+        is_in_step: True within a step of the user.
+    """
+
+    is_in_step: bool
+
+    def mean_gradient(self, gradient: Tensor, shard: Any) -> Tensor:
+        """Return the mean over all processes of a gradient."""
+
+    def mean(self, gradient: Tensor, shard: Any) -> Tensor:
+        """Return the mean over all processes of a gradient; in automatic optimisation the sum."""
 
 
 class Seen:
@@ -37,7 +50,7 @@ class Seen:
         steps: The user's steps.
     """
 
-    def __init__(self, shard: Any, whole_parameter: Any, steps: "UserSteps") -> None:
+    def __init__(self, shard: Any, whole_parameter: Any, steps: Steps) -> None:
         self.shard = shard
         self.whole = whole_parameter
         self.steps = steps

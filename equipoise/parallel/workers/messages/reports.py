@@ -6,16 +6,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import cloudpickle
 
 from equipoise.errors import WorkerError
 from equipoise.parallel.payload.shared_payload import PayloadLayout, pickle_error
 from equipoise.parallel.workers.messages.tracebacks import RemoteTraceback, shortened
-
-if TYPE_CHECKING:
-    from equipoise.parallel.workers.worker_process import WorkerProcess
 
 __all__ = ["Report", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
 
@@ -103,7 +100,20 @@ def _report_once(error: BaseException, rank: int, is_consequence: ConsequenceChe
 # The parent's side.
 
 
-def causes_among(reports: Sequence[Report], silent: Sequence["WorkerProcess"]) -> list[Report]:
+class Worker(Protocol):
+    """A worker process, as its parent sees it.
+
+    Attributes:
+        rank: Number of the worker.
+    """
+
+    rank: int
+
+    def where(self) -> str:
+        """Return the present stack of the worker."""
+
+
+def causes_among(reports: Sequence[Report], silent: Sequence[Worker]) -> list[Report]:
     """Return the failures that may have caused all other failures, in order of time; empty if none may have.
 
     Args:
@@ -129,7 +139,7 @@ def _failures(reports: Sequence[Report]) -> list[Report]:
     return sorted(failures, key=lambda report: report.time)
 
 
-def raise_first_cause(count: int, reports: list[Report], silent: Sequence["WorkerProcess"]) -> NoReturn:
+def raise_first_cause(count: int, reports: list[Report], silent: Sequence[Worker]) -> NoReturn:
     """Raise the first cause: a signal before an error, an error before its consequences, then a hang.
 
     Args:
@@ -202,7 +212,7 @@ def _places(reports: list[Report]) -> str:
     return "\n".join(lines)
 
 
-def raise_unended(count: int, silent: Sequence["WorkerProcess"], seconds: float) -> NoReturn:
+def raise_unended(count: int, silent: Sequence[Worker], seconds: float) -> NoReturn:
     """Raise that workers did not end after a SIGTERM."""
     first = silent[0]
     stack = first.where()
