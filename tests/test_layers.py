@@ -48,7 +48,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "ensemble": {"common"},
     "equality": set(),
     "export": set(),
-    "fsdp": {"common", "planning", "report"},
+    "fsdp": {"common", "report"},
     "hogwild": set(),
     "leaks": set(),
     "logged_images": {"report"},
