@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from equipoise.interop.torch.modules import uncompiled_name
-from equipoise.notices import is_of_library, rank_zero_warn
+from equipoise.notices import is_of_library
 from equipoise.parallel.snapshot.generators import linked
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.state import PlainState, State
-from equipoise.parallel.snapshot.plain.values import LARGEST
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 
@@ -43,7 +42,6 @@ _SETTINGS = {
 }
 # Bytes of a value in data and data modules that is still state, and no data.
 _LARGEST_OF_DATA = 1 << 20
-_MOST_LISTED = 5
 
 
 class HookState:
@@ -74,6 +72,8 @@ class HookState:
         # The changes of the run that this one resumes.
         self._earlier: State = {}
         self._is_reported = True
+        # Named places where the present run is constructed otherwise.
+        self._conflicts: set[str] = set()
 
     # In a run.
 
@@ -83,13 +83,18 @@ class HookState:
 
     def begin_data(self) -> None:
         """Note the state of the training data before the first order is drawn from them."""
-        self._state.mark(self._data_roots("train"))
+        self._mark_data("train")
 
     def begin(self) -> None:
-        """Note the state after the hooks of the start. Tensors that these have set may come from the weights."""
+        """Note the state after the hooks of the start. Tensors and arrays of theirs may come from the weights."""
         self._state.mark_but_tensors(self._objects())
-        self._state.mark(self._data_roots("val"))
+        self._mark_data("val")
         self._has_begun = True
+
+    def _mark_data(self, stage: str) -> None:
+        # Data that are requested anew may depend on the epoch.
+        is_constant = not self._run_state.reload_dataloaders_every_n_epochs
+        self._state.mark(self._data_roots(stage), with_starts=is_constant)
 
     def changes(self) -> State:
         """Return what has changed since then; in a run that has not begun, what it resumes from."""
@@ -117,63 +122,32 @@ class HookState:
         """
         self._is_reported = not self._earlier
         if in_epoch:
-            self._begin_again()
-        # Data come back when the order of the epoch has been drawn.
-        from equipoise.parallel.snapshot.plain.restoring import restore
+            from equipoise.trainer.state.lacking_objects import begin_again
 
-        restore(self._objects(), self._earlier, self._strategy.root_device)
+            begin_again(self._run_state, self._hooks, self._roots(), self._earlier, self._state)
+        # Data come back when the order of the epoch has been drawn.
+        self._restore(self._objects(), self._earlier)
 
     def restore_order(self) -> None:
         """Bring the training data to their state before the order of the epoch was drawn."""
         self.restore(self.before_order)
 
     def restore(self, changes: State | None = None) -> None:
-        """Bring changes back.
+        """Bring changes back. Default: None, those of the run that is resumed."""
+        self._restore(self._roots(), self._earlier if changes is None else changes)
 
-        Args:
-            changes: The changes. Default: None, those of the run that is resumed.
-        """
-        from equipoise.parallel.snapshot.plain.restoring import restore
+    def _restore(self, roots: dict[str, Root], changes: State) -> None:
+        from equipoise.parallel.snapshot.plain.merging import bring_back
 
-        restore(self._roots(), self._earlier if changes is None else changes, self._strategy.root_device)
+        bring_back(roots, changes, self._state, self._strategy.root_device, self._conflicts)
 
     def report(self) -> None:
         """Warn once of what could not be brought back, after `on_train_epoch_start`."""
-        if self._is_reported:
-            return
-        self._is_reported = True
-        from equipoise.parallel.snapshot.plain.restoring import differing
+        if not self._is_reported:
+            from equipoise.trainer.state.lacking_objects import warn_of_lacking
 
-        roots = self._roots()
-        places = [place for name, place in differing(roots, self._earlier) if not roots[name].objects_only]
-        if places:
-            more = " and others" if len(places) > _MOST_LISTED else ""
-            rank_zero_warn(
-                f"The resumed run lacks what the checkpoint cannot hold: {', '.join(places[:_MOST_LISTED])}{more} had"
-                " been set by hooks or steps, after the hooks of the start. A file holds numbers, texts, tensors and"
-                f" containers of them, up to {LARGEST >> 20} MiB each. Create such objects in `on_train_start` or"
-                " `on_train_epoch_start`, register large tensors as buffers, or save them in `on_save_checkpoint`."
-            )
-
-    def _begin_again(self) -> None:
-        """Call `on_train_epoch_start` of those whose objects lack. Buffers and options of optimisers stay."""
-        from equipoise.parallel.snapshot.plain.restoring import differing
-
-        module = self._hooks.module
-        roots = self._roots()
-        lacking = {name for name, _ in differing(roots, self._earlier)}
-        owners = {id(roots[name].value) for name in lacking}
-        parts = set(map(id, module.modules()))
-        buffers = [buffer.clone() for buffer in module.buffers()]
-        groups = [group for optimizer in self._run_state.optimizers for group in optimizer.param_groups]
-        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        for owner in (*self._run_state.callbacks, module):
-            if id(owner) in owners or (owner is module and owners & parts):
-                self._hooks.call_of("on_train_epoch_start", owner)
-        for buffer, value in zip(module.buffers(), buffers, strict=True):
-            buffer.copy_(value)
-        for group, values in zip(groups, options, strict=True):
-            group.update(values)
+            self._is_reported = True
+            warn_of_lacking(self._roots(), self._earlier, self._state)
 
     # The objects.
 

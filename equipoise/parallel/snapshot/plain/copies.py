@@ -7,24 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["copied"]
+__all__ = ["Copies", "copied"]
+
+# Values and what stands for them, by the identity of the value, which lives as long as its entry.
+Copies = dict[int, tuple[Any, Any]]
 
 _CPU = torch.device("cpu")
 # Factories of dictionaries that a file may name; those of the user's own program are code.
 _FACTORIES = (None, bool, dict, float, int, list, set, str, tuple)
 
 
-def copied(value: Any, device: torch.device = _CPU) -> Any:
+def copied(value: Any, device: torch.device = _CPU, copies: Copies | None = None) -> Any:
     """Return a copy of a plain value, of types that a file may hold.
 
     Args:
         value: The value.
         device: The device of its tensors. Default: the CPU.
+        copies: Values that have been copied already, so that one that is in several others remains one. Default: None.
     """
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)][1]
+    copy = _copy(value, device, copies)
+    if copy is not value:
+        copies[id(value)] = value, copy
+    return copy
+
+
+def _copy(value: Any, device: torch.device, copies: Copies) -> Any:
     kind = type(value)
-    copied_item = partial(copied, device=device)
+    copied_item = partial(copied, device=device, copies=copies)
     if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
+        copy = value.detach().to(device, copy=True)
+        return copy.requires_grad_(value.requires_grad and value.is_leaf)
     # Named tuples are no plain values.
     if kind in (list, tuple):
         return kind(map(copied_item, value))

@@ -3,23 +3,30 @@
 import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from itertools import count
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from equipoise.interop.torch.modules import unsaved_buffers_of
+from equipoise.interop.torch.modules import buffers_of, children_of, unsaved_buffers_of
 from equipoise.parallel.snapshot.generators import generator_state, is_generator
-from equipoise.parallel.snapshot.plain.paths import Path, Root, steps_from
+from equipoise.parallel.snapshot.plain.paths import Path, Root, attributes_of, steps_from
 from equipoise.parallel.snapshot.plain.values import LARGEST, Content, Contents, memory_of
 
-__all__ = ["Leaf", "Leaves", "own_memory"]
+__all__ = ["Leaf", "Leaves", "description_of", "own_memory"]
 
 # Longer paths lead through linked objects, such as the nodes of a tree.
 _MOST_STEPS = 8
 
-
 # Plain values that can be changed in place, so that it counts whether two names stand for one of them.
 _CHANGEABLE = (dict, list, set, deque, Tensor)
+# Values that their texts describe in full.
+_DESCRIBED = (Enum, date, time, timedelta, Decimal, Fraction, range, slice, count, int, float, complex, str, bytes)
 
 
 class Leaf(NamedTuple):
@@ -27,10 +34,10 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: The path to it.
-        kind: "values", "generators", "aliases" for further names of a value, or "objects" for what no file can hold and
-            what is too large.
-        value: The value; of an alias the path to it.
-        content: What tells it from another one.
+        kind: "values", "generators", "aliases" for further names of a value or object, or "objects" for what no file
+            can hold and what is too large.
+        value: The value.
+        content: What tells it from another one; of an alias the first path to it.
     """
 
     path: Path
@@ -49,46 +56,51 @@ class Leaves:
 
     def __init__(self) -> None:
         self._contents = Contents()
-        # Of a plain value the path that has led to it, by its identity.
+        # The paths that have led to values and objects, by the identities of these.
         self._first_paths: dict[int, Path] = {}
 
     def of(self, roots: Mapping[str, Root]) -> Iterator[Leaf]:
         """Yield the leaves of objects. What is followed further is so once, by the first path that leads to it."""
-        visited = _with_own_entries(roots)
         self._contents.own_memory = own_memory(roots)
-        self._first_paths.clear()
+        self._first_paths = _with_own_entries(roots)
         for name, root in roots.items():
             # A copy: another thread may set attributes meanwhile.
-            for step, value in list(vars(root.value).items()):
+            for step, value in attributes_of(root.value) or ():
                 if step in root.left_out:
                     continue
                 path = (name, step)
                 if not root.objects_only:
-                    yield from self._follow(value, path, visited, root.largest)
+                    yield from self._follow(value, path, root.largest)
                 elif self._contents.of(value, root.largest) is None:
                     yield _object(path, value)
+            yield _object((name,), root.value)
             if isinstance(root.value, nn.Module):
-                yield from self._unsaved_buffers(name, root.value)
+                yield from self._registered(name, root.value)
 
-    def _unsaved_buffers(self, name: str, module: nn.Module) -> Iterator[Leaf]:
+    def _registered(self, name: str, module: nn.Module) -> Iterator[Leaf]:
+        """Yield the buffers of a module that its `state_dict` leaves out, and its children."""
         for buffer_name in unsaved_buffers_of(module):
-            buffer = getattr(module, buffer_name)
+            buffer = buffers_of(module).get(buffer_name)
             content = self._contents.of(buffer, LARGEST)
-            if content is None:
-                continue
-            path = (name, "_buffers", [buffer_name])
-            yield Leaf(path, "values", buffer, content)
+            if content is not None and buffer_name in buffers_of(module):
+                yield Leaf((name, "_buffers", [buffer_name]), "values", buffer, content)
+        for child_name, child in children_of(module).items():
+            leaf = _object((name, "_modules", [child_name]), child)
+            # A layer with weights is known by itself: another one of its class has others, which no optimiser has.
+            if child is not None and next(child.parameters(), None) is not None:
+                leaf = leaf._replace(content=Content((leaf.content.digest, self._contents.number_of(child))))
+            yield leaf
 
-    def _follow(self, value: Any, path: Path, visited: set[int], largest: int) -> Iterator[Leaf]:
+    def _follow(self, value: Any, path: Path, largest: int) -> Iterator[Leaf]:
         """Yield the leaves of a value."""
-        if isinstance(value, Tensor) and id(value) in visited:
+        first_path = self._first_paths.setdefault(id(value), path)
+        if isinstance(value, Tensor) and len(first_path) == 1:
             return
         # 1. A plain value is a leaf. One that is too large for a checkpoint counts as an object.
         content = self._contents.of(value, largest)
         if content is not None:
-            first_path = self._first_paths.setdefault(id(value), path)
             if first_path is not path and isinstance(value, _CHANGEABLE):
-                yield Leaf(path, "aliases", first_path, Content(first_path))
+                yield Leaf(path, "aliases", value, Content(first_path))
                 return
             kind = "values"
             if content.size > largest:
@@ -101,34 +113,46 @@ class Leaves:
             yield Leaf(path, "generators", value, Content(state))
             return
         # 3. An object is followed once, which also ends circles.
-        if id(value) in visited:
+        if first_path is not path and not isinstance(value, _DESCRIBED):
+            yield Leaf(path, "aliases", value, Content(first_path))
             return
-        visited.add(id(value))
-        # 4. What is not followed further is noted as an object.
-        steps = steps_from(value)
-        if steps is None or len(path) > _MOST_STEPS:
-            yield _object(path, value)
+        # 4. Of an object its class is noted, and then what it leads to.
+        yield _object(path, value)
+        if isinstance(value, _DESCRIBED) or len(path) > _MOST_STEPS:
             return
-        for step, target in steps:
-            longer_path = (*path, step)
-            yield from self._follow(target, longer_path, visited, largest)
+        for step, target in steps_from(value) or ():
+            yield from self._follow(target, (*path, step), largest)
+
+
+def description_of(value: Any) -> str:
+    """Return what is compared of a value that a file cannot hold: its class, and what tells it from others of that."""
+    name = type(value).__qualname__
+    if isinstance(value, _DESCRIBED):
+        return f"{name} {value!r}"
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return f"{name} {value.__qualname__}"
+    # No path leads to their items.
+    if isinstance(value, set | frozenset | dict) and any(not isinstance(key, str | int) for key in value):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        if all(isinstance(part, _DESCRIBED) for part in parts):
+            return f"{name} {sorted(map(repr, value.items() if isinstance(value, dict) else value))}"
+        return f"{name} of {len(value)}"
+    return name
 
 
 def _object(path: Path, value: Any) -> Leaf:
-    """Return the leaf of an object that a file cannot hold: only its class can be compared."""
-    class_name = type(value).__qualname__
-    return Leaf(path, "objects", value, Content(class_name))
+    """Return the leaf of an object that a file cannot hold: only its description can be compared."""
+    return Leaf(path, "objects", value, Content(description_of(value)))
 
 
-def _with_own_entries(roots: Mapping[str, Root]) -> set[int]:
-    """Return the identities of what has an entry of its own in a checkpoint: roots, weights and buffers."""
-    identities = set()
-    for root in roots.values():
-        identities.add(id(root.value))
+def _with_own_entries(roots: Mapping[str, Root]) -> dict[int, Path]:
+    """Return paths to what has an entry of its own in a checkpoint, by identity: roots, their weights and buffers."""
+    paths: dict[int, Path] = {}
+    for name, root in roots.items():
+        paths[id(root.value)] = (name,)
         if isinstance(root.value, nn.Module):
-            identities.update(map(id, root.value.parameters()))
-            identities.update(map(id, root.value.buffers()))
-    return identities
+            paths.update((id(tensor), (name,)) for tensor in (*root.value.parameters(), *root.value.buffers()))
+    return paths
 
 
 def own_memory(roots: Mapping[str, Root]) -> frozenset[int | None]:

@@ -1,8 +1,11 @@
 """Paths: the attributes and items that lead from a named object to what it holds."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from types import SimpleNamespace
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from equipoise.parallel.snapshot.plain.values import LARGEST
 
-__all__ = ["Path", "Root", "Step", "entry_of", "find", "steps_from", "text_of"]
+__all__ = ["Path", "Root", "Step", "attributes_of", "slots_of", "steps_from"]
 
 # A step is the name of an attribute, or a list with the key of an item.
 Step = Any
@@ -41,15 +44,15 @@ class Root(NamedTuple):
 
 def steps_from(value: Any) -> list[tuple[Step, Any]] | None:
     """Return items or attributes of a value, with the steps to them; None if it is not followed."""
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple | deque):
         return _items_of(value)
     # These are followed, whoever has written their classes.
-    if isinstance(value, nn.Module | Dataset | Sampler | SimpleNamespace):
-        return _attributes_of(value)
+    if isinstance(value, nn.Module | Dataset | Sampler | SimpleNamespace | Namespace):
+        return attributes_of(value)
     package = type(value).__module__.split(".")[0]
     if package in _NOT_FOLLOWED or package in sys.stdlib_module_names:
         return None
-    return _attributes_of(value)
+    return attributes_of(value)
 
 
 def _items_of(container: Any) -> list[tuple[Step, Any]] | None:
@@ -62,48 +65,28 @@ def _items_of(container: Any) -> list[tuple[Step, Any]] | None:
     return [([key], item) for key, item in items if isinstance(key, str | int)]
 
 
-def _attributes_of(value: Any) -> list[tuple[Step, Any]] | None:
+def attributes_of(value: Any) -> list[tuple[Step, Any]] | None:
+    """Return the names and values of an object's attributes; None if it has no place for any."""
+    in_slots: list[tuple[Step, Any]] = []
+    for name, slot in slots_of(value).items():
+        # One that is not set.
+        with suppress(AttributeError):
+            in_slots.append((name, slot.__get__(value)))
     try:
         # Runs no property and no code of a proxy.
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return None
+        return in_slots or None
     # The namespace of a class is no dictionary, and is not state.
     if not isinstance(attributes, dict):
         return None
-    return list(attributes.items())
+    return [*in_slots, *attributes.items()]
 
 
-def entry_of(owner: Any, step: Step) -> tuple[Any, Any]:
-    """Return the container into which a step from an object leads, and the key there."""
-    if isinstance(step, list):
-        return owner, step[0]
-    return vars(owner), step
-
-
-def find(roots: Mapping[str, Root], path: Sequence[Step]) -> Any:
-    """Return the object at a path; None if there is none."""
-    name, *steps = path
-    if name not in roots:
-        return None
-    value = roots[name].value
-    for step in steps:
-        try:
-            container, key = entry_of(value, step)
-            value = container[key]
-        # Objects without attributes and values without items raise the second one.
-        except (LookupError, TypeError):
-            return None
-    return value
-
-
-def text_of(path: Sequence[Step]) -> str:
-    """Return a path as the user would write it."""
-    name, *steps = path
-    text = str(name)
-    for step in steps:
-        if isinstance(step, list):
-            text += f"[{step[0]!r}]"
-        else:
-            text += f".{step}"
-    return text
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the descriptors of the attributes that `__slots__` declares, by their names."""
+    slots: dict[str, Any] = {}
+    for base in reversed(type(value).__mro__):
+        if "__slots__" in vars(base):
+            slots.update((name, slot) for name, slot in vars(base).items() if isinstance(slot, MemberDescriptorType))
+    return slots

@@ -1,21 +1,27 @@
 """The return of changes into the objects of another run, and what cannot return."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.generators import is_generator, set_generator_state
-from equipoise.parallel.snapshot.plain.copies import copied
-from equipoise.parallel.snapshot.plain.leaves import own_memory
-from equipoise.parallel.snapshot.plain.paths import Root, Step, entry_of, find, text_of
-from equipoise.parallel.snapshot.plain.state import State
+from equipoise.parallel.snapshot.plain.copies import Copies, copied
+from equipoise.parallel.snapshot.plain.leaves import description_of, own_memory
+from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.places import delete, find, put, text_of
+from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.parallel.snapshot.plain.values import memory_of
 
 __all__ = ["differing", "restore"]
+
+# Characters of a description in a message.
+_LONGEST_TEXT = 60
 
 _CPU = torch.device("cpu")
 
@@ -28,27 +34,31 @@ def restore(roots: Mapping[str, Root], state: State, device: torch.device) -> No
         state: The changes.
         device: The device of tensors that were not on the CPU, if there is none in their place.
     """
-    saved = own_memory(roots)
-    for path, value, is_elsewhere in state.get("values", ()):
-        # The changes may be brought back again: what returns is a copy.
-        copy = copied(value, device) if is_elsewhere else copied(value, _CPU)
-        container, key = _place(roots, path)
-        # Others may refer to the present object, so its contents change rather than the object.
-        if container is not None and not _refill(_item(container, key), copy, saved):
-            _set(container, key, copy, path)
+    _restore_values(roots, state, device)
     for path, first_path in state.get("aliases", ()):
-        container, key = _place(roots, path)
         value = find(roots, first_path)
-        if container is not None and value is not None:
-            _set(container, key, value, path)
+        if value is not None:
+            put(roots, path, value)
     for path, generator_state in state.get("generators", ()):
         generator = find(roots, path)
         if is_generator(generator):
             set_generator_state(generator, generator_state)
+    for path, description in state.get("objects", ()):
+        member = _member(find(roots, path), description)
+        if member is not None:
+            put(roots, path, member)
+    # The last items of a list come first.
+    for (path,) in reversed(state.get("deleted", ())):
+        delete(roots, path)
 
 
-def differing(roots: Mapping[str, Root], state: State) -> Iterator[tuple[str, str]]:
-    """Yield what changes cannot bring back in the present roots: objects that lack, or are of another class.
+def differing(roots: Mapping[str, Root], state: State, present_run: PlainState) -> Iterator[tuple[str, str]]:
+    """Yield what changes cannot bring back in the present roots: objects that lack, or are others.
+
+    Args:
+        roots: The objects, by the names that they had.
+        state: The changes.
+        present_run: The state of the present run when it began.
 
     Yields:
         The name of the root, and the place.
@@ -63,81 +73,95 @@ def differing(roots: Mapping[str, Root], state: State) -> Iterator[tuple[str, st
                 place = text_of(path_of_owner)
                 places[place] = path[0]
     # 2. Objects that no file holds, and that this run has not created likewise.
-    for path, class_name in state.get("objects", ()):
+    for path, description in state.get("objects", ()):
         present = find(roots, path)
-        if type(present).__qualname__ != class_name:
+        # A module had been replaced by another one of its class, if nothing else differs.
+        was_replaced = isinstance(present, nn.Module) and present_run.has_noted(path, present)
+        is_alike = description_of(present) == description or _member(present, description) is not None
+        if not is_alike or was_replaced:
             place = text_of(path)
-            places[place] = path[0]
+            places.pop(place, None)
+            places[f"{place} ({shorten(description, _LONGEST_TEXT)})"] = path[0]
     # 3. A root that lacks has been left out by the user.
     for place, name in places.items():
         if name in roots:
             yield name, place
 
 
-def _place(roots: Mapping[str, Root], path: Sequence[Step]) -> tuple[Any, Any]:
-    """Return the container into which a path leads, and the key there; None for both if there is none."""
-    *path_of_owner, step = path
-    owner = find(roots, path_of_owner)
-    if owner is None:
-        return None, None
-    try:
-        return entry_of(owner, step)
-    except TypeError:
-        # The object has no attributes.
-        return owner, step
+def _restore_values(roots: Mapping[str, Root], state: State, device: torch.device) -> None:
+    saved = own_memory(roots)
+    places = [
+        (path, value, device if is_elsewhere else _CPU, more[:1] == [True])
+        for path, value, is_elsewhere, *more in state.get("values", ())
+    ]
+    # 1. Others may refer to an object that had been changed in place, so it stays, and stands for the saved one.
+    standing: _Standing = {}
+    for path, value, here, is_another in places:
+        if not is_another:
+            _keep(find(roots, path), value, here, standing, saved)
+    for present, value, here in list(standing.values()):
+        _keep_items(present, value, here, standing, saved)
+    copies: Copies = {id(value): (value, present) for present, value, _ in reversed(standing.values())}
+    for present, value, here in standing.values():
+        _fill(present, value, partial(copied, device=here, copies=copies))
+    # 2. The others. The changes may be brought back again, so what returns is a copy.
+    for path, value, here, _ in places:
+        copy = copied(value, here, copies)
+        if copy is not find(roots, path):
+            put(roots, path, copy)
 
 
-def _item(container: Any, key: Any) -> Any:
-    try:
-        return container[key]
-    except (LookupError, TypeError):
-        return None
+def _member(present: Any, description: str) -> Enum | None:
+    """Return the member of the present value's enumeration that is described; None if there is none."""
+    members = type(present) if isinstance(present, Enum) else ()
+    return next((member for member in members if description_of(member) == description), None)
 
 
-def _set(container: Any, key: Any, value: Any, path: Sequence[Step]) -> None:
-    """Set an attribute or item, or warn that there is no place for it."""
-    # Items of a tuple cannot be replaced.
-    if isinstance(container, tuple):
-        return
-    try:
-        container[key] = value
-    except (LookupError, TypeError):
-        rank_zero_warn(
-            f"The resumed run has another object than the checkpoint's run at {text_of(path)}, so what had been"
-            " set there is left out. Construct the same objects before `fit`."
-        )
+# Objects that stay, by their identities: each can stand for one saved value.
+_Standing = dict[int, tuple[Any, Any, torch.device]]
 
 
-def _refill(present: Any, value: Any, saved: frozenset[int | None]) -> bool:
-    """Change the contents of a tensor or container, and return whether that was possible."""
+def _keep(present: Any, value: Any, device: torch.device, standing: _Standing, saved: frozenset[int | None]) -> None:
+    if _is_alike(present, value, saved):
+        standing.setdefault(id(present), (present, value, device))
+
+
+def _keep_items(
+    present: Any, value: Any, device: torch.device, standing: _Standing, saved: frozenset[int | None]
+) -> None:
+    """Keep the containers in a dictionary, which may be attributes, too."""
+    if isinstance(present, dict) and isinstance(value, dict):
+        for key, item in present.items():
+            if not isinstance(item, Tensor):
+                _keep(item, value.get(key), device, standing, saved)
+                _keep_items(item, value.get(key), device, standing, saved)
+
+
+def _is_alike(present: Any, value: Any, saved: frozenset[int | None]) -> bool:
+    """Return whether a tensor or container can take the contents of a saved one."""
     if isinstance(present, Tensor) and isinstance(value, Tensor):
         # A sparse tensor may have another number of entries.
         is_dense = present.layout is value.layout is torch.strided
         is_alike = is_dense and present.shape == value.shape and present.dtype == value.dtype
         # Torch refuses writes to an inference tensor outside of inference mode.
         # A view of a weight is no place for values: the weight has its own.
-        if not is_alike or present.is_inference() or memory_of(present) in saved:
-            return False
+        return is_alike and not present.is_inference() and memory_of(present) not in saved
+    kinds: tuple[Any, ...] = (dict, set, list | deque)
+    return any(isinstance(present, kind) and isinstance(value, kind) for kind in kinds)
+
+
+def _fill(present: Any, value: Any, copied_item: Callable[[Any], Any]) -> None:
+    """Change the contents of a tensor or container to those of a saved one."""
+    if isinstance(present, Tensor):
         present.detach().copy_(value)
-        return True
-    if isinstance(present, dict) and isinstance(value, dict):
-        # Containers in it may be attributes, too.
-        kept = {
-            key: item for key, item in present.items() if _is_container(item) and _refill(item, value.get(key), saved)
-        }
+    elif isinstance(present, dict):
+        items = {key: copied_item(item) for key, item in value.items()}
         present.clear()
-        present.update({**value, **kept})
-        return True
-    if isinstance(present, set) and isinstance(value, set):
+        present.update(items)
+    else:
+        contents = list(map(copied_item, value))
         present.clear()
-        present.update(value)
-        return True
-    if isinstance(present, list | deque) and isinstance(value, list | deque):
-        present.clear()
-        present.extend(value)
-        return True
-    return False
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | set | list | deque)
+        if isinstance(present, set):
+            present.update(contents)
+        else:
+            present.extend(contents)

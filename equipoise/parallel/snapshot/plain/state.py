@@ -5,17 +5,31 @@ objects that a file cannot hold, of which only the class is noted. A leaf is kno
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from equipoise.parallel.snapshot.generators import generator_state
-from equipoise.parallel.snapshot.plain.copies import copied
-from equipoise.parallel.snapshot.plain.leaves import Leaves
-from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.copies import Copies, copied
+from equipoise.parallel.snapshot.plain.leaves import Leaves, description_of
+from equipoise.parallel.snapshot.plain.paths import Path, Root
 
-__all__ = ["PlainState", "State"]
+__all__ = ["Noted", "PlainState", "State"]
 
 # Entries of the changed leaves, by kind; each begins with the path.
 State = dict[str, list[list[Any]]]
+
+# Bytes of a value that is compared with what a resumed run is constructed with.
+_LARGEST_START = 1 << 12
+
+
+class Noted(NamedTuple):
+    """A leaf as it was noted."""
+
+    path: Path
+    # None if it counts as changed in any case.
+    mark: Any
+    identity: int
+    # The value before any hook, if it is small, so that a user may have passed it; else empty.
+    start: tuple[Any, ...] = ()
 
 
 class PlainState:
@@ -33,7 +47,7 @@ class PlainState:
         >>> curriculum.level = 2
         >>> changes = state.changes({"data": Root(curriculum)})
         >>> changes["values"]
-        [[['data', 'level'], 2, False]]
+        [[['data', 'level'], 2, False, True]]
         >>> resumed = Curriculum()
         >>> restore({"data": Root(resumed)}, changes, torch.device("cpu"))
         >>> resumed.level
@@ -42,47 +56,76 @@ class PlainState:
 
     def __init__(self) -> None:
         self._leaves = Leaves()
-        # Marks of leaves, by their paths as texts: a path may hold lists, which are no keys.
-        self._noted: dict[str, tuple[str, Any]] = {}
+        # By paths as texts: a path may hold lists, which are no keys.
+        self._noted: dict[str, Noted] = {}
 
-    def mark(self, roots: Mapping[str, Root]) -> None:
-        """Note the present state of objects, by their names."""
+    def mark(self, roots: Mapping[str, Root], *, with_starts: bool = True) -> None:
+        """Note the present state of objects, by their names; with starts, if a resumed run constructs them likewise."""
         for leaf in self._leaves.of(roots):
-            key = repr(leaf.path)
-            self._noted[key] = leaf.mark
+            start: tuple[Any, ...] = ()
+            # Tensors may be random numbers.
+            is_small = leaf.content.size <= _LARGEST_START and not leaf.content.has_tensors
+            if with_starts and leaf.kind == "values" and is_small:
+                start = (copied(leaf.value),)
+            self._noted[repr(leaf.path)] = Noted(leaf.path, leaf.mark, id(leaf.value), start)
 
     def mark_but_tensors(self, roots: Mapping[str, Root]) -> None:
         """Note the state anew; values with tensors that have changed since the mark still count as changed."""
+        earlier = self._noted
+        self._noted = {key: noted for key, noted in earlier.items() if noted.path[0] not in roots}
         for leaf in self._leaves.of(roots):
             key = repr(leaf.path)
-            if not leaf.content.has_tensors:
-                self._noted[key] = leaf.mark
-            elif self._noted.get(key) != leaf.mark:
-                # A leaf that is not noted has changed.
-                self._noted.pop(key, None)
+            noted = earlier.get(key, Noted(leaf.path, None, 0))
+            mark: Any = leaf.mark
+            if leaf.content.has_tensors and noted.mark != mark:
+                mark = None
+            self._noted[key] = noted._replace(mark=mark, identity=id(leaf.value))
 
     def changes(self, roots: Mapping[str, Root]) -> State:
         """Return what has changed since the mark, as copies on the CPU.
 
         Returns:
-            Under "values" paths, values, and whether tensors in them were on another device than the CPU; under
-            "generators" paths and states; under "aliases" paths and those of the same values; under "objects" paths
-            and names of classes, for what no file can hold or what is too large.
+            Entries by kind: under "values" the path, the value, whether tensors in it were on another device than the
+            CPU, whether another object had been there, and the value before any hook, if that is known; under
+            "generators" the path and the state; under "aliases" the path and that of the same value; under "objects"
+            the path and a description of what no file can hold or what is too large; under "deleted" the path.
         """
-        state: State = {"values": [], "generators": [], "aliases": [], "objects": []}
+        state: State = {"values": [], "generators": [], "aliases": [], "objects": [], "deleted": []}
+        copies: Copies = {}
+        replaced = set()
+        lacking = {key: noted.path for key, noted in self._noted.items() if noted.path[0] in roots}
         for leaf in self._leaves.of(roots):
-            if self._noted.get(repr(leaf.path)) == leaf.mark:
+            key = repr(leaf.path)
+            lacking.pop(key, None)
+            noted = self._noted.get(key)
+            if noted is not None and noted.mark == leaf.mark:
                 continue
             # Files hold lists more readily than tuples.
             entry: list[Any] = [list(leaf.path)]
             if leaf.kind == "values":
-                entry.append(copied(leaf.value))
-                entry.append(leaf.content.is_elsewhere)
+                was_replaced = noted is None or noted.identity != id(leaf.value)
+                start = () if noted is None else noted.start
+                entry += [copied(leaf.value, copies=copies), leaf.content.is_elsewhere, was_replaced, *start]
             elif leaf.kind == "generators":
                 entry.append(generator_state(leaf.value))
             elif leaf.kind == "aliases":
-                entry.append(list(leaf.value))
+                entry.append(list(leaf.content.digest))
             else:
-                entry.append(type(leaf.value).__qualname__)
+                entry.append(description_of(leaf.value))
+                replaced.add(key)
             state[leaf.kind].append(entry)
+        # Few runs delete anything.
+        if lacking:
+            from equipoise.parallel.snapshot.plain.places import deleted
+
+            state["deleted"] = deleted(roots, lacking.values(), replaced)
         return state
+
+    def noted(self, path: list[Any]) -> Noted | None:
+        """Return what was noted at a path; None if there was nothing."""
+        return self._noted.get(repr(tuple(path)))
+
+    def has_noted(self, path: list[Any], value: Any) -> bool:
+        """Return whether this very value was at a path when that was noted."""
+        noted = self.noted(path)
+        return noted is not None and noted.identity == id(value)

@@ -29,7 +29,7 @@ class Content(NamedTuple):
     Attributes:
         digest: What tells it from another one.
         size: Its number of bytes. Default: 0.
-        has_tensors: Whether there are tensors in it.
+        has_tensors: Whether there are tensors or arrays in it.
         is_elsewhere: Whether one of them is on another device than the CPU.
     """
 
@@ -57,8 +57,8 @@ class Contents:
 
     def __init__(self) -> None:
         self._numbers = count()
-        # Numbers of tensors by identity, which another tensor may have after this one.
-        self._tensors: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # Numbers of tensors and modules by identity, which another one may have after this one.
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def of(self, value: Any, largest: int) -> Content | None:
         """Return the content of a value; None if it is not plain.
@@ -87,14 +87,14 @@ class Contents:
             is_elsewhere=pickler.is_elsewhere,
         )
 
-    def number_of(self, tensor: Tensor) -> int:
-        """Return a number that no other tensor has."""
-        key = id(tensor)
-        reference, number = self._tensors.get(key, (None, 0))
-        # The reference must not keep the tensor alive.
-        if reference is None or reference() is not tensor:
+    def number_of(self, value: Tensor | nn.Module) -> int:
+        """Return a number that no other tensor or module has."""
+        key = id(value)
+        reference, number = self._known.get(key, (None, 0))
+        # The reference must not keep the value alive.
+        if reference is None or reference() is not value:
             number = next(self._numbers)
-            self._tensors[key] = (weakref.ref(tensor), number)
+            self._known[key] = (weakref.ref(value), number)
         return number
 
 
@@ -162,6 +162,7 @@ class _PlainPickler(pickle.Pickler):
         if _is_array(value):
             if value.nbytes > self._largest:
                 raise _LargeError
+            self.has_tensors = True
             return value.dtype.str, value.shape, value.tobytes()
         raise _OtherError
 

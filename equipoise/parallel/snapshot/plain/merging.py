@@ -1,0 +1,81 @@
+"""Changes of a checkpoint's run in a run that is constructed otherwise."""
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import torch
+
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.places import find, text_of
+from equipoise.parallel.snapshot.plain.restoring import restore
+from equipoise.parallel.snapshot.plain.state import PlainState, State
+
+__all__ = ["bring_back"]
+
+
+def bring_back(
+    roots: Mapping[str, Root], state: State, present_run: PlainState, device: torch.device, already_named: set[str]
+) -> None:
+    """Bring changes back. What the present run was constructed with otherwise stays, with a warning.
+
+    Args:
+        roots: The objects of the present run.
+        state: The changes.
+        present_run: The state of the present run when it began.
+        device: See `restore`.
+        already_named: Places that a warning has named, to which those of this one are added.
+    """
+    values = []
+    lost: list[str] = []
+    for path, saved, is_elsewhere, *more in state.get("values", ()):
+        noted = present_run.noted(path)
+        # Earlier versions have written neither of the last two.
+        was_replaced, *start = more or [False]
+        # In this run it may have been replaced as well.
+        was_replaced = was_replaced and present_run.has_noted(path, find(roots, path))
+        place = text_of(path)
+        value = saved
+        if start and noted is not None and noted.start:
+            value = _merged(start[0], saved, noted.start[0], place, lost)
+        if place not in lost:
+            values.append([path, value, is_elsewhere, was_replaced])
+    new = [place for place in lost if place not in already_named]
+    already_named.update(new)
+    if new:
+        rank_zero_warn(
+            "The resumed run was constructed with other values than the checkpoint's run, and hooks or steps had"
+            f" changed these since: {', '.join(new)}. The new values stay, and those changes are left out."
+            " To continue with the changed values, construct the objects as before."
+        )
+    restore(roots, {**state, "values": values}, device)
+
+
+def _merged(start: Any, saved: Any, present: Any, place: str, lost: list[str]) -> Any:
+    """Return a saved value in which what had not changed since the start is that of the present run.
+
+    Where both differ from the start, the present value stays, and `lost` takes the place.
+    """
+    if _is_same(start, present) or _is_same(saved, present):
+        return saved
+    if isinstance(start, dict) and isinstance(saved, dict) and isinstance(present, dict):
+        items = {}
+        for key in (*saved, *(key for key in present if key not in saved and key not in start)):
+            if key in saved and key in start and key in present:
+                items[key] = _merged(start[key], saved[key], present[key], f"{place}[{key!r}]", lost)
+            else:
+                items[key] = saved[key] if key in saved else present[key]
+        # Of the same kind.
+        result = copy(saved)
+        result.clear()
+        result.update(items)
+        return result
+    if not _is_same(saved, start):
+        lost.append(place)
+    return present
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # NaN differs from itself, and equal sets may have other texts.
+    return repr(one) == repr(other) or bool(one == other)

@@ -1,0 +1,71 @@
+"""Objects that hooks had made, and that a resumed run lacks."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.notices import rank_zero_warn
+from equipoise.parallel.snapshot.plain.copies import copied
+from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.restoring import differing
+from equipoise.parallel.snapshot.plain.state import PlainState, State
+from equipoise.parallel.snapshot.plain.values import LARGEST
+
+if TYPE_CHECKING:
+    from equipoise.trainer.hooks.hooks import Hooks
+    from equipoise.trainer.state.run_state import RunState
+
+__all__ = ["begin_again", "warn_of_lacking"]
+
+_MOST_LISTED = 5
+
+
+def begin_again(
+    run_state: "RunState", hooks: "Hooks", roots: Mapping[str, Root], changes: State, plain_state: PlainState
+) -> None:
+    """Call `on_train_epoch_start` of those whose objects lack. Weights, buffers and options of optimisers stay.
+
+    Args:
+        run_state: The callbacks and optimisers of the run.
+        hooks: Its hooks.
+        roots: Its objects.
+        changes: The changes of the run that it resumes.
+        plain_state: Its state when it began.
+    """
+    module = hooks.module
+    owners = {id(roots[name].value) for name, _ in differing(roots, changes, plain_state)}
+    if not owners:
+        return
+    parts = set(map(id, module.modules()))
+    tensors = {name: copied(tensor) for name, tensor in _tensors_of(module).items()}
+    groups = [group for optimizer in run_state.optimizers for group in optimizer.param_groups]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    for owner in (*run_state.callbacks, module):
+        if id(owner) in owners or (owner is module and owners & parts):
+            hooks.call_of("on_train_epoch_start", owner)
+    with torch.no_grad():
+        # A layer that the hook has replaced gets the weights of the one in its place.
+        for name, tensor in _tensors_of(module).items():
+            if name in tensors and tensors[name].shape == tensor.shape:
+                tensor.copy_(tensors[name])
+    for group, values in zip(groups, options, strict=True):
+        group.update(values)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def warn_of_lacking(roots: Mapping[str, Root], changes: State, plain_state: PlainState) -> None:
+    """Warn of what still lacks; `begin_again` describes the arguments."""
+    listed = [place for name, place in differing(roots, changes, plain_state) if not roots[name].objects_only]
+    if listed:
+        more = " and others" if len(listed) > _MOST_LISTED else ""
+        rank_zero_warn(
+            f"The resumed run lacks what the checkpoint cannot hold: {', '.join(listed[:_MOST_LISTED])}{more} had"
+            " been set by hooks or steps, after the hooks of the start. A file holds numbers, texts, tensors and"
+            f" containers of them, up to {LARGEST >> 20} MiB each. Create such objects in `on_train_start` or"
+            " `on_train_epoch_start`, register large tensors as buffers, or save them in `on_save_checkpoint`."
+        )
