@@ -1,6 +1,6 @@
 """VirtualDevicesStrategy: the same weights to the bit, whatever the number of devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch

@@ -40,6 +40,9 @@ class Steps(Protocol):
     def mean(self, gradient: Tensor, shard: Any) -> Tensor:
         """Return the mean over all processes of a gradient; in automatic optimisation the sum."""
 
+    def check_assigned(self, gradient: Tensor, shard: Any) -> None:
+        """Check that a whole gradient that is assigned is the same in all processes."""
+
 
 class Seen:
     """One parameter in its two forms.

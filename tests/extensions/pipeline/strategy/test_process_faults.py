@@ -24,7 +24,6 @@ from tests.support.pipelines import stay_whole
 from tests.support.ports import unused_port
 from tests.support.programs import Program
 from tests.support.quiet import QUIET
-from tests.support.waiting import blame_early
 
 pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 

@@ -148,7 +148,7 @@ class ReplicaExchange:
         buffers: dict[str, Tensor] = {}
         for name, buffer in unchanging_buffers(self._module).items():
             key = placement.key_of(buffer)
-            if placement.is_elsewhere(key):
+            if key is not None and placement.is_elsewhere(key):
                 _, digests = of_workers[placement.workers_with(key)[0]]
                 buffers[name] = digests[key]
             elif has_digest(buffer):
