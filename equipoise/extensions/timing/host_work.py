@@ -17,36 +17,41 @@ _LEAST_PAUSE = 0.001
 
 
 class HostWork:
-    """Watches one call of the user's `training_step`, which computes the same.
+    """Watches the first calls of the user's `training_step`, which compute the same.
 
     Args:
-        call: Number of the call, from 1. 0: none is watched.
-
-    Attributes:
-        pauses: Seconds of the call in which no operation of torch runs, as far as they last a millisecond or more at a
-            time.
-        reads: Numbers of tensors that the user's code reads in the call.
+        calls: Number of calls.
     """
 
-    def __init__(self, call: int) -> None:
-        self._calls_left = call
-        self.pauses = 0.0
-        self.reads = 0
+    def __init__(self, calls: int) -> None:
+        self._calls_left = calls
+        # Pauses and reads of each.
+        self._watched: list[tuple[float, int]] = []
+
+    @property
+    def pauses(self) -> float:
+        """Seconds of each call in which no operation of torch runs, as far as they last a millisecond or more."""
+        # Other programs of the machine interrupt some calls, and not all.
+        return min((pauses for pauses, _ in self._watched), default=0.0)
+
+    @property
+    def reads(self) -> int:
+        """Numbers of tensors that the user's code reads in each call."""
+        return min((reads for _, reads in self._watched), default=0)
 
     def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same and is watched in its turn; the function itself if that is over."""
-        if self._calls_left <= 0:
+        """Return a function that does the same and is watched; the function itself if that is over."""
+        if not self._calls_left:
             return function
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._calls_left -= 1
-            if self._calls_left:
+            if not self._calls_left:
                 return function(*args, **kwargs)
+            self._calls_left -= 1
             with _Operations() as operations:
                 result = function(*args, **kwargs)
             operations.note_pause()
-            self.pauses = operations.pauses
-            self.reads = operations.reads
+            self._watched.append((operations.pauses, operations.reads))
             return result
 
         return watched

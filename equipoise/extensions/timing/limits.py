@@ -134,7 +134,8 @@ def find_limit(times: RunTimes, facts: Facts) -> Limit | None:
 
 def _limits(times: RunTimes, facts: Facts) -> Iterator[Limit]:
     """Yield each part that could be smaller."""
-    if facts.pauses:
+    # Reads are named first: between them are short pauses.
+    if facts.pauses and facts.reads < _MANY_READS:
         yield _pauses(times, facts)
     for name, share in times.shares().items():
         taken = f"takes {share:.0%} of the time"
@@ -189,7 +190,7 @@ def _validation(times: RunTimes, facts: Facts, share: float) -> Limit:
 
 
 def _pauses(times: RunTimes, facts: Facts) -> Limit:
-    # The step that was watched may have been slower than others.
+    # The steps that were watched may have been slower than others.
     forward = times.parts.get(FORWARD, times.parts.get(COMPUTATION, 0.0))
     share = min(facts.pauses * times.steps, forward) / times.seconds
     return Limit(
