@@ -189,6 +189,28 @@ def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, s
     assert difference(strategy, states_alone(seed, 3, module, accumulate_grad_batches=window)) <= CLOSE
 
 
+class SharedNorm(Classifier):
+    """Two networks with statistics in common, in an order that differs between members."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        norm = nn.BatchNorm1d(3)
+        self.net = nn.Sequential(nn.Linear(8, 3), norm).double()
+        self.other = nn.Sequential(nn.Linear(8, 3), norm).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = 0.0
+        if batch[0].mean() > 0:
+            loss = self.other(batch[0] * 2).square().mean()
+        return loss + nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_networks_with_common_buffers(seed: int) -> None:
+    data = partial(loader, 42)
+    strategy, _, _ = ensemble(seed, SharedNorm, data)
+    assert difference(strategy, states_alone(seed, 3, SharedNorm, data)) <= CLOSE
+
+
 class Unfreezing(Classifier):
     """Trains its last layer from the second epoch on, in a group of its own."""
 
