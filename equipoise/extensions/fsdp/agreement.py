@@ -14,18 +14,14 @@ from torch import nn
 
 from equipoise.errors import StepError
 from equipoise.extensions.fsdp.units import Unit
+from equipoise.extensions.fsdp.within_steps.user_steps import BACKWARD, RETURNED, ROOT, SUMMED
 from equipoise.parallel.communication.object_exchange import exchange_number
 
-__all__ = ["BACKWARD", "RETURNED", "ROOT", "SUMMED", "UnitCalls"]
+__all__ = ["UnitCalls"]
 
-# Kinds of numbers that processes exchange beside those of the units: at the end of a forward, and where a step itself
-# runs a backward, by what it does with gradients of parameters, or gathers the root's weights again.
+# Numbers that processes exchange at the end of a forward, beside those of units and of what a step itself does.
 _END_WITH_GRAPH = -1
 _END_WITHOUT_GRAPH = -2
-BACKWARD = -3
-SUMMED = -4
-RETURNED = -5
-ROOT = -6
 
 _TEXTS = {
     _END_WITH_GRAPH: "has ended its forward",

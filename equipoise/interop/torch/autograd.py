@@ -89,7 +89,9 @@ def is_in_backward() -> bool:
 
 def number_of_backward() -> int:
     """Return the number of the backward that runs, which no other one has; -1 if none runs. Nothing public tells it."""
-    return -1 if _current_graph_task_id is None else int(_current_graph_task_id())
+    if _current_graph_task_id is None:
+        return -1
+    return int(_current_graph_task_id())
 
 
 def is_in_backward_or_compiler() -> bool:

@@ -143,7 +143,9 @@ class AutomaticOptimization:
         self._needs_no_closure = self._user_step is None and is_unnoticed
         # All processes decide by the loss of all samples.
         has_parts = not self._is_alone and not strategy.processes.has_one_state
-        self._reduce = strategy.processes.reduce if has_parts and may_decide_by_loss(self._optimizer) else None
+        self._reduce: Callable[..., Any] | None = None
+        if has_parts and may_decide_by_loss(self._optimizer):
+            self._reduce = strategy.processes.reduce
         self._lightning_optimizer = None if self._needs_no_closure else as_lightning(self._optimizer)
 
         self._plain_step = self._bind_plain_step(optimizers)
@@ -260,7 +262,9 @@ class AutomaticOptimization:
                 result = self._forward_backward(self.step, parts, True)
             results[:] = [result]
             loss = self._loss_of_closure(parts, result)
-            return loss if self._reduce is None else self._mean_loss(loss, result)
+            if self._reduce is not None:
+                loss = self._mean_loss(self._reduce, loss, result)
+            return loss
 
         # A LightningOptimizer calls `optimizer_step` below with the closure.
         if self._user_step is not None:
@@ -287,16 +291,19 @@ class AutomaticOptimization:
             return torch.zeros(())
         return self._last_loss
 
-    def _mean_loss(self, loss: Tensor | None, result: StepResult) -> Tensor | None:
+    def _mean_loss(self, reduce: Callable[..., Any], loss: Tensor | None, result: StepResult) -> Tensor | None:
         """Return the mean loss over the samples of all processes; without any sample that of this process."""
-        assert self._reduce is not None
-        weight = 0.0 if result.loss is None or result.weight is None else float(result.weight)
+        sums = torch.zeros(2, dtype=torch.float64)
         # A loss without weight may be no number.
-        weighted = float(loss) * weight if loss is not None and weight else 0.0
-        total, samples = self._reduce(torch.tensor([weighted, weight], dtype=torch.float64), reduce_op="sum").tolist()
+        if loss is not None and result.loss is not None and result.weight:
+            weight = float(result.weight)
+            sums = torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
+        total, samples = reduce(sums, reduce_op="sum").tolist()
         if not samples:
             return loss
-        return torch.full_like(torch.zeros(()) if loss is None else loss, total / samples)
+        if loss is None:
+            loss = torch.zeros(())
+        return torch.full_like(loss, total / samples)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, then all up to the optimiser's step; a LightningOptimizer calls this.

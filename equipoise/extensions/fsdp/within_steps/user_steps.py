@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import StepError
-from equipoise.extensions.fsdp.agreement import BACKWARD, RETURNED, ROOT, SUMMED
 from equipoise.extensions.fsdp.within_steps.root_switches import RootSwitches
 from equipoise.extensions.fsdp.within_steps.seen_parameters import (
     PartlyFreed,
@@ -31,7 +30,14 @@ from equipoise.interop.torch.autograd import number_of_backward
 from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.parallel.communication.object_exchange import exchange_number
 
-__all__ = ["UserSteps"]
+__all__ = ["BACKWARD", "RETURNED", "ROOT", "SUMMED", "UserSteps"]
+
+# What processes do together within a step, as numbers beside those of the units: a backward, by what it does with
+# gradients of parameters, and the gathering of the root's weights after they were freed.
+BACKWARD = -3
+SUMMED = -4
+RETURNED = -5
+ROOT = -6
 
 
 def _equal() -> float:
