@@ -175,6 +175,12 @@ class TrainingStep(PartwiseStep, Protocol):
             StepError: If the batch had its backward already, and `begin_micro_batch` did not announce another part.
         """
 
+    def follow_later(self) -> AbstractContextManager[Callable[[], None]]:
+        """Return a context for the backwards of micro-batches, which `on_after_backward` follows once.
+
+        The context yields a function that calls the hook; it does nothing if there was no backward.
+        """
+
     def begin_micro_batch(self, size: int, batch_size: int) -> None:
         """Announce a micro-batch, before its step and its backward.
 

@@ -1,6 +1,7 @@
 """Manual optimisation: the user's step calls backward and steps the optimisers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -232,6 +233,9 @@ class _ManualStep(ModuleStep):
                 f" {type(output).__name__}."
             )
         return StepResult(None, None, output)
+
+    def follow_later(self) -> AbstractContextManager[Callable[[], None]]:
+        return nullcontext(lambda: None)
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None: ...
 

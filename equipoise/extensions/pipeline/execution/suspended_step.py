@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import get_gradient_edge
 
 from equipoise.errors import StepError
 from equipoise.extensions.common.step_thread import StepThread
+from equipoise.extensions.pipeline.interop import is_transformed
 from equipoise.parallel.device_work import in_helper_thread
 from equipoise.parallel.replicas.device_threads import ThreadState
 from equipoise.tree import tensors_in
@@ -121,6 +123,12 @@ class SuspendedStep:
         Raises:
             StepError: If the step calls the network a second time.
         """
+        duals = map(unpack_dual, tensors_in((args, kwargs)))
+        if is_transformed() or any(dual.tangent is not None for dual in duals):
+            raise StepError(
+                "`training_step` calls the network within a transform of torch.func (vmap, grad, jacrev, jvp, ...) or"
+                " with forward-mode gradients, which do not pass from stage to stage. Train on one device, or with ddp."
+            )
         if self.call is not None:
             raise StepError(
                 "`training_step` calls the network twice, but a pipeline computes it once for each micro-batch. Call it"

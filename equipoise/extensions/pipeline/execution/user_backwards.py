@@ -1,30 +1,38 @@
 """Backwards that a step itself runs, of which the graph of the network would be a part."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.autograd.graph import get_gradient_edge
 
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.execution.suspended_step import current_step
+from equipoise.extensions.pipeline.interop import is_transformed
 from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
 
-__all__ = ["refuse_backwards_through_network"]
+__all__ = ["backwards_through_network_refused"]
 
 
-def refuse_backwards_through_network() -> Callable[[], None]:
-    """Refuse backwards of steps through the network, whose graph the stages have. Return what ends this."""
+@contextmanager
+def backwards_through_network_refused() -> Iterator[None]:
+    """Refuse backwards of steps through the network, whose graph the stages have, within the context."""
 
     def run(call: BackwardCall) -> Any:
         step = current_step()
-        if step is not None and _reaches(call, step.network_ends):
+        # Graphs of transforms have ends of their own, and a step calls no network in them.
+        if step is not None and not is_transformed() and _reaches(call, step.network_ends):
             raise StepError(
                 "`training_step` takes gradients through the network, but under strategy='pipeline' the stages have its"
                 " graph. A penalty of gradients needs the whole graph: train on one device, or with dp or ddp."
             )
         return call.run()
 
-    return intercept_backwards(run)
+    release = intercept_backwards(run)
+    try:
+        yield
+    finally:
+        release()
 
 
 def _reaches(call: BackwardCall, ends: frozenset[Any]) -> bool:

@@ -5,13 +5,16 @@ Any value would be wrong, so reading or writing one is an error that says where 
 noted, which are computed there.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
+from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.tree import leaves_of
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "is_elsewhere",
     "noted",
     "origin_of",
+    "refuse_gradients_in_hooks",
     "send_elsewhere",
     "view_of",
 ]
@@ -64,6 +68,16 @@ _VIEWS = {"detach", "view", "view_as", "expand", "as_subclass"}
 _ALLOWED = _ATTRIBUTES | _VALUE_FREE | _VIEWS
 # Those that have the values of the whole tensor.
 _SAME = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_READ_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+
+# Hooks that are for gradients.
+_HOOKS_WITH_GRADIENTS = {
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+}
+# Modules that have parameters elsewhere.
+_modules: WeakSet[nn.Module] = WeakSet()
 
 # What notes operations at present.
 _notes: list[Note] = []
@@ -82,6 +96,8 @@ def _torch_function(
     # With more arguments `type` converts the values.
     reads_type = name == "type" and len(args) == 1 and not kwargs
     if reads_type or name in _ALLOWED:
+        if func == _READ_GRADIENT:
+            _check_no_hook_reads(args[0], sys._getframe(1).f_globals.get("__name__", ""))
         result = call(func, types, args, kwargs or {})
         if type(result) is Tensor:
             origin = None
@@ -180,6 +196,27 @@ def bring_back(tensor: Tensor, values: Tensor) -> None:
     if type(tensor) is ElsewhereParameter:
         parameter.__class__ = nn.Parameter
     tensor.data = values
+
+
+def refuse_gradients_in_hooks(module: nn.Module) -> None:
+    """Refuse that hooks of a module, or of callbacks, read gradients that are in other processes."""
+    _modules.add(module)
+
+
+def _check_no_hook_reads(parameter: Tensor, reader: str) -> None:
+    """Raise if a hook of the user reads a gradient, which is None; optimisers pass by such parameters.
+
+    Args:
+        parameter: The parameter.
+        reader: The Python module that reads it. Ours know where gradients are.
+    """
+    hooks = {vars(module).get(CURRENT_HOOK) for module in _modules} & _HOOKS_WITH_GRADIENTS
+    if hooks and not reader.startswith("equipoise."):
+        raise StepError(
+            f"The gradient of a parameter of another stage ({_description(parameter)}) was read in `{hooks.pop()}`, but"
+            " it lies in another process. Take engine='threads', where all gradients are in this process. Norms and"
+            " values over all stages are clipped by Trainer(gradient_clip_val=...) and `self.clip_gradients`."
+        )
 
 
 def _first_description(args: Sequence[Any]) -> str:

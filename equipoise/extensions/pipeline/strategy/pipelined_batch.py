@@ -1,6 +1,6 @@
 """One batch of training, computed in micro-batches that pass the stages of the network."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from equipoise.errors import StepError
 from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep
-from equipoise.extensions.pipeline.execution.user_backwards import refuse_backwards_through_network
+from equipoise.extensions.pipeline.execution.user_backwards import backwards_through_network_refused
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
-from equipoise.parallel.divergence.changes import changed, marks_of
+from equipoise.extensions.pipeline.strategy.watched_parameters import WatchedParameters
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
 
 __all__ = ["PipelinedBatch"]
@@ -37,7 +37,10 @@ class PipelinedBatch:
         retains_graph: True if the graph of the present backward is used once more: the network's inputs have a graph,
             through which the first stage runs backward.
         timeline: The step as it ran; None if no micro-batch called the network.
+        follow: Calls `on_after_backward`, from `compute` on.
     """
+
+    follow: Callable[[], None]
 
     def __init__(
         self,
@@ -69,31 +72,26 @@ class PipelinedBatch:
         Raises:
             StepError: If the step does not call the network, differentiates it, or changes parameters or gradients.
         """
-        # In the first batch of a run all values are compared: that a step changes them by `data`, torch does not count.
+        # A step that runs once may change them. In the first batch of a run all values are compared, since torch does
+        # not count changes by `data`.
         named = dict(self._module.named_parameters()) if len(self._steps) > 1 else {}
-        marks = partial(marks_of, named, contents=network.cut is None and processes is None)
-        before = marks()
-        gradients = _marks_of_gradients(named)
-        release = refuse_backwards_through_network()
+        watched = WatchedParameters(named, contents=network.cut is None and processes is None)
         try:
-            with self._step.hook_scope():
+            with backwards_through_network_refused(), self._step.hook_scope(), self._step.follow_later() as self.follow:
                 self._start()
                 # Only the backward changes gradients from here on.
-                _check_unchanged("the gradient of ", gradients, _marks_of_gradients(named))
-                _check_unchanged("", before, marks())
+                watched.check_gradients()
+                watched.check_values()
                 self._run(network, processes)
                 if processes is None:
-                    _check_unchanged("", before, marks())
+                    watched.check_values()
         except BaseException:
             # Threads of steps that wait for their output would never end.
             for step in self._steps:
                 step.abandon()
             raise
-        finally:
-            release()
         # The results stand in the order of the schedule, which need not be that of the micro-batches.
-        numbers = range(len(self._steps))
-        return [self._results[number] for number in numbers]
+        return [self._results[number] for number in range(len(self._steps))]
 
     def _start(self) -> None:
         """Run every step to its call of the network, or to its end if it skips its micro-batch."""
@@ -153,17 +151,3 @@ def _detached(result: StepResult) -> StepResult:
         loss = loss.detach()
     outputs = apply_to_collection(result.outputs, Tensor, Tensor.detach)
     return result._replace(loss=loss, outputs=outputs)
-
-
-def _marks_of_gradients(named: dict[str, nn.Parameter]) -> dict[str, Any]:
-    return marks_of({name: parameter.grad for name, parameter in named.items() if parameter.grad is not None})
-
-
-def _check_unchanged(what: str, noted: dict[str, Any], present: dict[str, Any]) -> None:
-    """Refuse steps that have changed a tensor of a parameter."""
-    name = changed(noted, present)
-    if name is not None:
-        raise StepError(
-            f"`training_step` changes {what}{name!r}, but under strategy='pipeline' it runs once for each micro-batch."
-            " Change it in a hook, such as `on_train_batch_start`."
-        )

@@ -26,6 +26,7 @@ class PipelineRun:
         exchange: Exchange with other replicas; None if there is one replica.
         restore_metrics: Function that gives the module's metrics their former settings; None if they have these.
         batch: The batch that is computed now; None between batches.
+        follow: Calls `on_after_backward` for the last batch; None once it was called.
     """
 
     network: StagedNetwork
@@ -34,6 +35,7 @@ class PipelineRun:
     exchange: ReplicaExchange | None = None
     restore_metrics: Callable[[], None] | None = None
     batch: PipelinedBatch | None = None
+    follow: Callable[[], None] | None = None
 
     @property
     def client(self) -> StageClient | None:
@@ -50,6 +52,13 @@ class PipelineRun:
             yield
         finally:
             self.batch = None
+
+    def follow_backward(self) -> None:
+        """Call `on_after_backward` for the last batch, if that is due."""
+        follow = self.follow
+        self.follow = None
+        if follow is not None:
+            follow()
 
     def pass_by(self, step: TrainingStep) -> StepResult:
         """Go without a batch in a step for which other replicas have one.

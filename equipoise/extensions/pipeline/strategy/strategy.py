@@ -419,6 +419,11 @@ class PipelineStrategy(Strategy):
         finally:
             if batch.timeline is not None:
                 self.timeline = batch.timeline
+        run.follow = batch.follow
+        # On one device, too, the hook sees several batches as they are weighed before the end of their window.
+        has_several_batches = step.window is not None and step.window.parts > 1
+        if not last or (has_several_batches and run.backend is None):
+            run.follow_backward()
         # All micro-batches log by the module's own metrics, so each metric is its own original.
         return step.merge(results, sizes, self.root_device, original=lambda metric: metric)
 
@@ -457,10 +462,14 @@ class PipelineStrategy(Strategy):
         # Parameters may have moved to the devices of their stages since the optimiser was constructed.
         run.network.placement.settle_optimizer(optimizer)
         if run.exchange is not None:
-            return run.exchange.finish(window, optimizer)
-        if run.backend is not None:
-            run.backend.gather(optimizer, window.correction())
-        return super().finish_gradients(window, optimizer)
+            is_weightless: bool | None = run.exchange.finish(window, optimizer)
+        else:
+            if run.backend is not None:
+                run.backend.gather(optimizer, window.correction())
+            is_weightless = super().finish_gradients(window, optimizer)
+        # The hook of the last backward sees the gradients as on one device: weighed, and summed over all stages.
+        run.follow_backward()
+        return is_weightless
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip gradients over all stages; see `Strategy.clip_gradients`."""

@@ -1,6 +1,7 @@
 """The training step of automatic optimisation: the forward, and the backward with the zeroing of gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -205,6 +206,10 @@ class AutomaticStep(ModuleStep):
             self.run_backward(loss, factor, self.window.parts)
         else:
             self._add_nothing()
+
+    def follow_later(self) -> AbstractContextManager[Callable[[], None]]:
+        """Return a context without `on_after_backward`; see `TrainingStep`."""
+        return self.run_backward.follow_later()
 
     def _add_nothing(self) -> None:
         """Add a part without weight: the first part fixes the reference weight, in all processes."""

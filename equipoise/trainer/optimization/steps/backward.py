@@ -1,7 +1,8 @@
 """The backward of a loss, with its hooks, the scaler and the user's override."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,23 @@ class Backward:
                 _check_scalar(loss)
             arguments = (self._seed(loss, share),)
         self._run(loss, arguments, {})
+
+    @contextmanager
+    def follow_later(self) -> Iterator[Callable[[], None]]:
+        """Leave out `on_after_backward` within the context; what it yields calls the hook, if there was a backward."""
+        after = self._after
+        backwards: list[None] = []
+
+        def follow() -> None:
+            if after is not None and backwards:
+                after()
+
+        if after is not None:
+            self._after = lambda: backwards.append(None)
+        try:
+            yield follow
+        finally:
+            self._after = after
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward that the user calls as `manual_backward`.

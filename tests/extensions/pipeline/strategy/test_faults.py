@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError
@@ -120,6 +122,51 @@ def test_errors_in_a_stage_end_the_run_cleanly(stage, phase, error, threads, pla
     assert "forward" not in vars(module)
     module.net[stage + 1].at = 10**6
     trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None))
+
+
+def forward_mode(network: Any, features: Any) -> Any:
+    with dual_level():
+        return unpack_dual(network(make_dual(features, torch.ones_like(features)))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda network, features: vmap(network)(features),
+    "Jacobians of rows": lambda network, features: vmap(jacrev(network))(features),
+    "gradient": lambda network, features: grad(lambda value: network(value).sum())(features),
+    "products with a Jacobian": lambda network, features: jvp(network, (features,), (features,))[1],
+    "gradients of weights": lambda network, features: grad(
+        lambda weights: functional_call(network, weights, (features,)).sum()
+    )(dict(network.named_parameters()))["1.weight"],
+    "forward mode": forward_mode,
+}
+
+
+class Transforming(Base):
+    def __init__(self, transform: Callable[[Any, Any], Any], through: bool = True) -> None:
+        super().__init__()
+        self.transform, self.through = transform, through
+        self.net = nn.Sequential(
+            nn.Flatten(0), nn.Unflatten(0, (-1, FEATURES)), nn.Linear(FEATURES, 4), nn.Linear(4, 1)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.through:
+            return self.transform(self.net, batch["features"]).square().mean()
+        return self.net(self.transform(torch.sin, batch["features"])).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_the_network_are_refused(transform):
+    with pytest.raises(StepError, match=r"network within a transform of torch\.func .* on one device, or with ddp\."):
+        quiet(**pipelined(2)).fit(Transforming(transform).double(), DataLoader(Batches(SIZES), batch_size=None))
+
+
+def test_transforms_of_other_functions():
+    def make() -> Any:
+        return Transforming(TRANSFORMS["gradient"], through=False)
+
+    assert_same(fit(make, SIZES), fit(make, SIZES, **pipelined(2)))
 
 
 class FailingStep(Mlp):

@@ -266,7 +266,9 @@ class Evaluated(Transformer):
 @pytest.mark.parametrize("options", [{}, {"strategy": Copying}, {"engine": "processes"}])
 def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(options):
     cut_before = ["net.layers.1.linear1"]
-    run = fit(Evaluated, [13, 5], val=[7], **pipelined(2, micro_batches=2, cut_before=cut_before, **options))
+    plan = pipelined(2, micro_batches=2, cut_before=cut_before, **options)
+    # Gradients of other processes cannot be read.
+    run = fit(Evaluated, [13, 5], val=[7], callbacks=[], **plan)
     expected = fit(Evaluated, [13, 5], val=[7])
     assert run[2].connected_strategy.portable.strategy_state()["cut_before"] == cut_before
     for name, value in expected[0].state_dict().items():

@@ -672,3 +672,53 @@ def test_what_is_refused_in_the_run(make: Any, error: Any, message: str) -> None
 def test_what_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         processes(**options)
+
+
+# Gradients in hooks
+
+
+class Halving(L.LightningModule):
+    """Halves all gradients in a hook, after it has noted them."""
+
+    def __init__(self, hook: str = "on_after_backward") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.seen: list[list[Any]] = []
+        setattr(self, hook, self.halve)
+
+    def halve(self, *arguments: Any) -> None:
+        self.seen.append([parameter.grad for parameter in self.parameters()])
+        self.seen[-1] = [gradient.clone() for gradient in self.seen[-1]]
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_halving(strategy: Any, hook: str = "on_after_backward", **options: Any) -> Halving:
+    module = Halving(hook)
+    samples = torch.randn(10, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    make_trainer(strategy, **options).fit(module, DataLoader(TensorDataset(samples), batch_size=4))
+    return module
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_a_hook_after_the_backward_sees_the_gradients_of_one_device_once(window: int, schedule: str) -> None:
+    expected = fit_halving("single_device", accumulate_grad_batches=window)
+    strategy = PipelineStrategy(micro_batches=2, schedule=schedule)
+    actual = fit_halving(strategy, accumulate_grad_batches=window)
+    assert len(actual.seen) == len(expected.seen) == 6
+    torch.testing.assert_close(actual.seen, expected.seen, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_a_hook_that_reads_gradients_of_other_processes_is_refused(hook: str) -> None:
+    with pytest.raises(StepError, match=f"was read in `{hook}`, but it lies in another process.*engine='threads'"):
+        fit_halving(PipelineStrategy(engine="processes", micro_batches=2), hook)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.pipeline.messaging.remote_parameters import refuse_gradients_in_hooks
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
 from equipoise.extensions.pipeline.processes.optimizers.local_gradients import (
     Number,
@@ -59,6 +60,7 @@ class ProcessBackend(PortableState):
         # For the number of an optimiser the groups of parameters that the workers have received.
         self._sent: dict[int, list[list[int]]] = {}
         processes.begin(module, self._recall_states, copies)
+        refuse_gradients_in_hooks(module)
         self._commands = processes.commands
         self._placement = processes.placement
         self._transfer = processes.transfer
@@ -253,13 +255,14 @@ class ProcessBackend(PortableState):
         """
         index = self.number_of(optimizer)
         parameters = optimizer_parameters(optimizer)
+        here = [parameter for parameter in parameters if not self._is_elsewhere(parameter)]
         if algorithm == "value":
             self._commands.send_to_all("optimizers.apply", index, clip_by_value, value)
-            clip_by_value(parameters, value)
+            clip_by_value(here, value)
         elif algorithm == "norm":
             norm = gradient_norm(self.processes, index, parameters)
             self._commands.send_to_all("optimizers.apply", index, nn.utils.clip_grads_with_norm_, value, norm)
-            nn.utils.clip_grads_with_norm_(parameters, value, norm)
+            nn.utils.clip_grads_with_norm_(here, value, norm)
         else:
             raise ConfigurationError(f"Gradients are clipped by 'norm' or by 'value', not by {algorithm!r}.")
         self._commands.messenger.flush()
