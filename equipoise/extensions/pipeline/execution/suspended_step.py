@@ -13,8 +13,8 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import get_gradient_edge
 
 from equipoise.errors import StepError
-from equipoise.extensions.common.step_thread import StepThread
-from equipoise.extensions.pipeline.interop import is_transformed
+from equipoise.extensions.pipeline.execution.step_thread import StepThread
+from equipoise.extensions.pipeline.interop.transforms import is_transformed
 from equipoise.parallel.device_work import in_helper_thread
 from equipoise.parallel.replicas.device_threads import ThreadState
 from equipoise.tree import tensors_in

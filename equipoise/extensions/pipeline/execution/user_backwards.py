@@ -8,7 +8,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.execution.suspended_step import current_step
-from equipoise.extensions.pipeline.interop import is_transformed
+from equipoise.extensions.pipeline.interop.transforms import is_transformed
 from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
 
 __all__ = ["backwards_through_network_refused"]

@@ -12,7 +12,7 @@ from equipoise.extensions.common.device_loads import PlannedLoads, StepFacts
 from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.pipeline.cut_choice import CommonCut
-from equipoise.extensions.pipeline.interop import PIPELINE
+from equipoise.extensions.pipeline.interop.features import PIPELINE
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.planning.cut import CutOptions, PinnedCut
 from equipoise.extensions.pipeline.processes.launch import StageLaunch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.extensions.common.step_thread import StepThread
+from equipoise.extensions.pipeline.execution.step_thread import StepThread
 from equipoise.parallel.replicas.device_threads import ThreadState
 
 SECONDS = 60
