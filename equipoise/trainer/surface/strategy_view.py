@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.checkpointing.file import remove_checkpoint, write_checkpoint
-from equipoise.trainer.checkpointing.reading import load_checkpoint
 from equipoise.trainer.settings.precision import module_init_context
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.state_fields import Reads, StateField
@@ -313,6 +312,8 @@ class StrategyView:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; code in it runs only with `weights_only=False`."""
+        from equipoise.trainer.checkpointing.reading import load_checkpoint
+
         return load_checkpoint(checkpoint_path, self.run_state.checkpoint_io, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -334,6 +335,8 @@ class _CheckpointFiles(CheckpointIO):
         write_checkpoint(checkpoint, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        from equipoise.trainer.checkpointing.reading import load_checkpoint
+
         return load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
