@@ -106,6 +106,8 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
     """
     if fit is None or name not in _SAVING_HOOKS or not isinstance(callback, ModelCheckpoint):
         return method
+    if name == "on_train_end":
+        method = _outside_development(method)
     if not all(hasattr(callback, needed) for needed in _NAMES):
         return method
     hooks = _CheckpointHooks(callback, fit)
@@ -142,6 +144,16 @@ def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any
     if callback.save_last and not state["is_last"]:
         save_last = _CheckpointHooks(callback, fit).replacing_files(callback._save_last_checkpoint)
         save_last(trainer, callback._monitor_candidates(trainer))
+
+
+def _outside_development(method: Hook) -> Hook:
+    """Return a hook that does nothing in a `fast_dev_run`, in which Lightning's writes the last file all the same."""
+
+    def save(trainer: Any, *args: Any) -> None:
+        if not trainer.fast_dev_run:
+            method(trainer, *args)
+
+    return save
 
 
 class _CheckpointHooks:

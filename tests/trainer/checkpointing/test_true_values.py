@@ -396,3 +396,12 @@ def test_a_link_to_the_last_file_follows_a_run_that_was_killed(tmp_path: Path) -
     _, result = fit(keepers, folder, folder / "last.ckpt")
     assert result == expected
     assert os.readlink(folder / "last.ckpt") == "epoch=2.ckpt"
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_a_run_in_development_leaves_no_file(tmp_path: Path, save_last: Any) -> None:
+    keepers = [ModelCheckpoint(tmp_path, monitor=name, save_last=save_last) for name in (None, "value")]
+    run = trainer(callbacks=keepers, enable_checkpointing=True, fast_dev_run=2)
+    run.fit(Moving(), **data())
+    assert run.global_step == 2
+    assert not list(tmp_path.iterdir())
