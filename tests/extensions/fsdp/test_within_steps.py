@@ -369,6 +369,14 @@ def assigned(module: Any, batch: Any, batch_idx: int) -> None:
     module.optimizers().step()
 
 
+def changed_by_its_samples(module: Any, batch: Any, batch_idx: int) -> None:
+    """Adds to gradients what follows from the samples of a process."""
+    module.loss(batch).backward()
+    for parameter in module.trained():
+        parameter.grad.add_(torch.full(parameter.shape, float(batch[0].mean()), dtype=parameter.dtype))
+    module.optimizers().step()
+
+
 def made_of_a_weight(module: Any, batch: Any, batch_idx: int) -> None:
     nn.Parameter(module.first.weight)
 
@@ -381,7 +389,7 @@ class Scaled(Net):
 
 def refusals() -> dict[str, str]:
     kinds: dict[str, Any] = {"no dimension": Scaled}
-    for step in (assigned, made_of_a_weight):
+    for step in (assigned, changed_by_its_samples, made_of_a_weight):
         kind: Any = type("Program", (Student,), {"step": staticmethod(step)})
         kinds[step.__name__] = partial(kind, by_hand=True)
     return errors_of({name: partial(fit, kind, fsdp(), 2, count=48) for name, kind in kinds.items()})
@@ -391,6 +399,7 @@ def test_what_is_refused() -> None:
     errors = in_processes(2, refusals)
     assert re.match("ConfigurationError: temperature is a .* without a dimension.*torch.ones", errors["no dimension"])
     assert re.match("StepError: The processes have assigned different gradients", errors["assigned"])
+    assert re.match("StepError: The processes change .* by different values", errors["changed_by_its_samples"])
     assert re.match(r"StepError: A parameter was made of a weight.*clone\(\)", errors["made_of_a_weight"])
 
 

@@ -17,7 +17,7 @@ from equipoise.extensions.fsdp.within_steps.seen_parameters import (
     Seen,
     hook_whole,
 )
-from equipoise.extensions.fsdp.within_steps.whole_results import sum_gradient
+from equipoise.extensions.fsdp.within_steps.whole_results import is_alike, sum_gradient
 from equipoise.interop.distributed.backward_calls import destination
 from equipoise.interop.distributed.fully_sharded import (
     follow_backwards,
@@ -28,7 +28,6 @@ from equipoise.interop.distributed.fully_sharded import (
 )
 from equipoise.interop.torch.autograd import number_of_backward
 from equipoise.interop.torch.dispatch import change_class, own_functions
-from equipoise.parallel.communication.object_exchange import exchange_number
 
 __all__ = ["BACKWARD", "RETURNED", "ROOT", "SUMMED", "UserSteps"]
 
@@ -284,11 +283,7 @@ class UserSteps:
             StepError: In all processes, if it is another one in some of them, or the optimisation is automatic.
         """
         self._check_by_hand()
-        mean = sum_gradient(gradient, shard) / shard.device_mesh.size()
-        tolerance = 16 * torch.finfo(gradient.dtype).eps
-        size = float(gradient.detach().nan_to_num(0, 0, 0).norm())
-        is_same = torch.allclose(mean, gradient, rtol=tolerance, atol=tolerance * size, equal_nan=True)
-        if not all(exchange_number(int(is_same))):
+        if not is_alike(gradient, shard):
             raise StepError(
                 "The processes have assigned different gradients to a parameter. What a backward and"
                 " `torch.autograd.grad` compute is exchanged; what follows from the samples of a process in another way"

@@ -15,9 +15,10 @@ from equipoise.extensions.fsdp.within_steps.in_place import IN_PLACE, override
 from equipoise.interop.torch.autograd import version_of
 from equipoise.interop.torch.dispatch import change_class, own_functions
 from equipoise.parallel.batches.shares import even_chunks
-from equipoise.tree import map_leaves
+from equipoise.parallel.communication.object_exchange import exchange_number
+from equipoise.tree import map_leaves, tensors_in
 
-__all__ = ["Mean", "compute_whole", "gathered", "part_like", "sum_gradient"]
+__all__ = ["Mean", "compute_whole", "gathered", "is_alike", "part_like", "sum_gradient"]
 
 # Returns the mean over the processes of a gradient and its parameter.
 Mean = Callable[[Tensor, Any], Tensor]
@@ -57,6 +58,18 @@ def sum_gradient(gradient: Tensor, shard: Any) -> Tensor:
     return total
 
 
+def is_alike(tensor: Tensor, shard: Any) -> bool:
+    """Return whether all processes with a part of a shard have the same whole tensor; called in all of them."""
+    tensor = tensor.detach()
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        tensor = tensor.double()
+    mean = sum_gradient(tensor, shard) / shard.device_mesh.size()
+    tolerance = 16 * torch.finfo(tensor.dtype).eps
+    size = float(tensor.nan_to_num(0, 0, 0).norm())
+    is_same = torch.allclose(mean, tensor, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+    return all(exchange_number(int(is_same)))
+
+
 class _Gather(torch.autograd.Function):
     """Gathers a parameter, whose gradient is averaged over the processes."""
 
@@ -82,6 +95,9 @@ def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, mean: Me
         args: Its arguments.
         kwargs: Its arguments by name.
         mean: Returns the mean over the processes of a whole gradient of a parameter in shards.
+
+    Raises:
+        StepError: If whole arguments that differ between the processes change a tensor in shards.
     """
     # 1. Each tensor in shards as a whole, of a memory of its own.
     copies: dict[int, tuple[Any, Tensor, Any]] = {}
@@ -102,8 +118,14 @@ def compute_whole(function: Callable[..., Any], args: Any, kwargs: Any, mean: Me
 
     # 2. What has changed. The result of an operation in place is the tensor itself.
     shards = {}
+    has_wholes = any(leaf.ndim and not isinstance(leaf, DTensor) for leaf in tensors_in((args, kwargs)))
     for shard, tensor, version in copies.values():
         if version_of(tensor) != version:
+            if has_wholes and not is_alike(tensor, shard):
+                raise StepError(
+                    "The processes change a weight or a gradient under strategy='fsdp' by different values, of which"
+                    " each would keep a part. Average them over the processes by `self.all_gather` first."
+                )
             with torch.no_grad():
                 part_of(shard).copy_(part_like(shard, tensor))
             shards[id(tensor)] = shard
