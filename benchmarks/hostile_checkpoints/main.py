@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -37,16 +37,24 @@ MOST_MEMORY = 8 << 30  # bytes of addresses beyond those at the start
 
 
 class Module(L.LightningModule):
-    """A small network with dropout, Adam and a schedule; counts its steps."""
+    """A small network with dropout, Adam and a schedule; counts its steps.
+
+    Attributes:
+        steps: Number of steps that have begun since it was set to 0, which is no state of a module.
+        seen: Number of batches, which a checkpoint holds.
+    """
+
+    steps: ClassVar[int] = 0
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
-        self.steps = 0
+        self.seen = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.steps += 1
+        type(self).steps += 1
+        self.seen += 1
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss, on_epoch=True)
         return loss
@@ -127,14 +135,15 @@ def resume_all(mutated: Iterable[tuple[str, dict[str, Any]]], folder: Path) -> t
     for name, content in mutated:
         torch.save(content, path)
         module = Module()
+        Module.steps = 0
         try:
             with _deadline():
                 trainer(max_steps=6).fit(module, loader(), ckpt_path=path)
             counts["accepted"] += 1
         except (CheckpointError, ConfigurationError):
-            counts["refused before a step" if not module.steps else "refused later"] += 1
+            counts["refused before a step" if not Module.steps else "refused later"] += 1
         except Exception as error:
-            if module.steps:
+            if Module.steps:
                 counts["error in a step"] += 1
             else:
                 counts["other error"] += 1

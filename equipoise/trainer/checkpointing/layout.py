@@ -224,7 +224,8 @@ _FIT_LOOP = {
 _EVALUATION = {"batch_progress": _PROGRESS}
 
 # What hooks have set, by kind.
-_HOOK_STATE = OrMissing({"values": any_list, "generators": any_list, "objects": any_list})
+_KINDS_OF_CHANGES = ("values", "generators", "aliases", "objects", "deleted")
+_HOOK_STATE = OrMissing(dict.fromkeys(_KINDS_OF_CHANGES, OrMissing(any_list)))
 
 # The position of a process in an epoch.
 _RANDOM_STATE = Whole({"global": random_state, "generators": any_list})

@@ -8,6 +8,7 @@ A file holds no objects. An owner whose objects lack within a resumed epoch gets
 before the changes come back.
 """
 
+import sys
 from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ _SETTINGS = {
     "limit_val_batches",
     "log_every_n_steps",
 }
+# What a run binds to the module and to callbacks.
+_BOUND = frozenset({"log", "log_dict"})
 # Bytes of a value in data and data modules that is still state, and no data.
 _LARGEST_OF_DATA = 1 << 20
 
@@ -100,7 +103,11 @@ class HookState:
         """Return what has changed since then; in a run that has not begun, what it resumes from."""
         if not self._has_begun:
             return self._earlier
-        return self._state.changes(self._roots())
+        changes = self._state.changes(self._roots())
+        if self._run_state.status.stage is None:
+            # What hooks of the end delete, a longer run would have kept.
+            changes["deleted"] = []
+        return changes
 
     def note_order(self) -> None:
         """Note what has changed in the training data, before the order of an epoch is drawn from them."""
@@ -175,8 +182,10 @@ class HookState:
                 roots[name] = Root(part, left_out)
         for callback in state.callbacks:
             kind = type(callback)
-            if not kind.__module__.startswith("equipoise."):
-                left_out = _names_of_lightning(kind) | _loaded_names(kind)
+            # Mocks are of Python's own library, and record calls.
+            package = kind.__module__.split(".")[0]
+            if package != "equipoise" and package not in sys.stdlib_module_names:
+                left_out = _names_of_lightning(kind) | _loaded_names(kind) | _BOUND
                 roots[state_key_of(callback)] = Root(callback, left_out, objects_only=_is_of_lightning(kind))
         return roots
 
@@ -198,7 +207,7 @@ class HookState:
 @cache
 def _own_names(kind: type) -> frozenset[str]:
     """Return the attributes that every module, or data module, has."""
-    return frozenset(vars(kind())) | {"training", "trainer"}
+    return frozenset(vars(kind())) | {"training", "trainer"} | _BOUND
 
 
 def _private_names(part: Any) -> frozenset[str]:

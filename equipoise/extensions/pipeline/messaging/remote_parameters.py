@@ -5,9 +5,10 @@ Any value would be wrong, so reading or writing one is an error that says where 
 noted, which are computed there.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import currentframe
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -97,7 +98,7 @@ def _torch_function(
     reads_type = name == "type" and len(args) == 1 and not kwargs
     if reads_type or name in _ALLOWED:
         if func == _READ_GRADIENT:
-            _check_no_hook_reads(args[0], sys._getframe(1).f_globals.get("__name__", ""))
+            _check_no_hook_reads(args[0], currentframe())
         result = call(func, types, args, kwargs or {})
         if type(result) is Tensor:
             origin = None
@@ -203,15 +204,16 @@ def refuse_gradients_in_hooks(module: nn.Module) -> None:
     _modules.add(module)
 
 
-def _check_no_hook_reads(parameter: Tensor, reader: str) -> None:
+def _check_no_hook_reads(parameter: Tensor, frame: FrameType | None) -> None:
     """Raise if a hook of the user reads a gradient, which is None; optimisers pass by such parameters.
 
     Args:
         parameter: The parameter.
-        reader: The Python module that reads it. Ours know where gradients are.
+        frame: The frame that its reader has called. Our own modules know where gradients are.
     """
     hooks = {vars(module).get(CURRENT_HOOK) for module in _modules} & _HOOKS_WITH_GRADIENTS
-    if hooks and not reader.startswith("equipoise."):
+    reader = None if frame is None else frame.f_back
+    if hooks and (reader is None or not reader.f_globals.get("__name__", "").startswith("equipoise.")):
         raise StepError(
             f"The gradient of a parameter of another stage ({_description(parameter)}) was read in `{hooks.pop()}`, but"
             " it lies in another process. Take engine='threads', where all gradients are in this process. Norms and"

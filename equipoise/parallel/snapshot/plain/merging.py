@@ -1,7 +1,10 @@
 """Changes of a checkpoint's run in a run that is constructed otherwise."""
 
+from argparse import Namespace
 from collections.abc import Mapping
 from copy import copy
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ def bring_back(
         was_replaced = was_replaced and present_run.has_noted(path, find(roots, path))
         place = text_of(path)
         value = saved
-        if start and noted is not None and noted.start:
+        if start and noted is not None and noted.start and _is_argument(roots, path):
             value = _merged(start[0], saved, noted.start[0], place, lost)
         if place not in lost:
             values.append([path, value, is_elsewhere, was_replaced])
@@ -50,6 +53,22 @@ def bring_back(
             " To continue with the changed values, construct the objects as before."
         )
     restore(roots, {**state, "values": values}, device)
+
+
+def _is_argument(roots: Mapping[str, Root], path: list[Any]) -> bool:
+    """Return whether what a path leads to is named like an argument of its owner's constructor.
+
+    Other attributes may differ since the same objects had been in an earlier run: counters, and lists that hooks fill.
+    """
+    last = max(number for number, step in enumerate(path) if isinstance(step, str))
+    owner = find(roots, path[:last])
+    if isinstance(owner, Namespace | SimpleNamespace):
+        return True
+    try:
+        arguments = signature(type(owner)).parameters
+    except (ValueError, TypeError):
+        return False
+    return path[last].lstrip("_") in arguments
 
 
 def _merged(start: Any, saved: Any, present: Any, place: str, lost: list[str]) -> Any:

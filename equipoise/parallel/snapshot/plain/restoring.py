@@ -43,7 +43,7 @@ def restore(roots: Mapping[str, Root], state: State, device: torch.device) -> No
         generator = find(roots, path)
         if is_generator(generator):
             set_generator_state(generator, generator_state)
-    for path, description in state.get("objects", ()):
+    for path, description, *_ in state.get("objects", ()):
         member = _member(find(roots, path), description)
         if member is not None:
             put(roots, path, member)
@@ -73,10 +73,10 @@ def differing(roots: Mapping[str, Root], state: State, present_run: PlainState) 
                 place = text_of(path_of_owner)
                 places[place] = path[0]
     # 2. Objects that no file holds, and that this run has not created likewise.
-    for path, description in state.get("objects", ()):
+    for path, description, *more in state.get("objects", ()):
         present = find(roots, path)
-        # A module had been replaced by another one of its class, if nothing else differs.
-        was_replaced = isinstance(present, nn.Module) and present_run.has_noted(path, present)
+        # A module had been replaced by another one of its class, and is not in this run.
+        was_replaced = more[:1] == [True] and isinstance(present, nn.Module) and present_run.has_noted(path, present)
         is_alike = description_of(present) == description or _member(present, description) is not None
         if not is_alike or was_replaced:
             place = text_of(path)

@@ -88,7 +88,8 @@ class PlainState:
             Entries by kind: under "values" the path, the value, whether tensors in it were on another device than the
             CPU, whether another object had been there, and the value before any hook, if that is known; under
             "generators" the path and the state; under "aliases" the path and that of the same value; under "objects"
-            the path and a description of what no file can hold or what is too large; under "deleted" the path.
+            the path, a description of what no file can hold or what is too large, and whether another one of its class
+            had been there; under "deleted" the path.
         """
         state: State = {"values": [], "generators": [], "aliases": [], "objects": [], "deleted": []}
         copies: Copies = {}
@@ -111,7 +112,10 @@ class PlainState:
             elif leaf.kind == "aliases":
                 entry.append(list(leaf.content.digest))
             else:
-                entry.append(description_of(leaf.value))
+                entry += [
+                    description_of(leaf.value),
+                    noted is not None and _class_of(noted.mark) == _class_of(leaf.mark),
+                ]
                 replaced.add(key)
             state[leaf.kind].append(entry)
         # Few runs delete anything.
@@ -129,3 +133,9 @@ class PlainState:
         """Return whether this very value was at a path when that was noted."""
         noted = self.noted(path)
         return noted is not None and noted.identity == id(value)
+
+
+def _class_of(mark: Any) -> Any:
+    """Return what a mark has of an object's class; that of a layer with weights has its number as well."""
+    digest = None if mark is None else mark[1]
+    return digest[0] if isinstance(digest, tuple) else digest

@@ -116,7 +116,9 @@ def test_a_language_model_in_stages(task, stages, threads):
 
 @pytest.mark.parametrize("task", [Task, Unmasked])
 def test_a_language_model_in_processes(task):
-    cut, _, trainer = fit(task, SIZES, val=[5], **pipelined(2, micro_batches=2, engine="processes", timeout=300.0))
+    options = pipelined(2, micro_batches=2, engine="processes", timeout=300.0)
+    # No callback may read the gradients of other processes.
+    cut, _, trainer = fit(task, SIZES, val=[5], callbacks=[], **options)
     expected, _, other = fit(task, SIZES, val=[5])
     torch.testing.assert_close(dict(cut.state_dict()), dict(expected.state_dict()), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(trainer.callback_metrics, other.callback_metrics, rtol=1e-12, atol=1e-12)
