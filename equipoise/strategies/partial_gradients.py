@@ -30,15 +30,17 @@ def refuse_partial_gradients(module: nn.Module, strategy: str) -> Callable[[], N
     attributes = vars(module)
 
     def run(call: BackwardCall) -> Any:
-        if not call.accumulates and attributes.get(CURRENT_HOOK) in _HOOKS:
+        # A backward that names parameters is asked for their gradients as well.
+        if call.inputs and attributes.get(CURRENT_HOOK) in _HOOKS:
             parameters = set(map(id, module.parameters()))
             if not parameters.isdisjoint(map(id, call.leaves())):
                 raise StepError(
-                    "`torch.autograd.grad` was asked for gradients of parameters in a step of automatic optimisation."
+                    "`torch.autograd.grad`, or `backward(inputs=...)`, was asked for gradients of parameters in a step"
+                    " of automatic optimisation."
                     f" Under strategy={strategy!r} they would be those of a part of the batch, so a loss that is"
                     " computed from them would differ from that of one device. Optimise by hand under strategy='ddp',"
-                    " where they are the mean over all samples. Gradients that train nothing come from"
-                    " `torch.func.grad`, or from a copy of the parameter."
+                    " where they are the mean over all samples. Gradients that train nothing, and those"
+                    " of single samples or tasks, come from `torch.func.grad`, or from a copy of the parameter."
                 )
         return call.run()
 

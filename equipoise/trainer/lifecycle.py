@@ -309,9 +309,10 @@ class _Run:
         logs.enter(loop.collection)
         logs.reset()
         logs.reset_metrics()
-        self.hooks.call_callbacks("on_sanity_check_start")
-        loop.run()
-        self.hooks.call_callbacks("on_sanity_check_end")
+        with self.fit_loop.hook_state.sanity_check():
+            self.hooks.call_callbacks("on_sanity_check_start")
+            loop.run()
+            self.hooks.call_callbacks("on_sanity_check_end")
         check_monitors_of_validation(state, self.module, self.strategy.processes, logs, loop.collection.names())
 
         # 3. Values and counters begin anew.

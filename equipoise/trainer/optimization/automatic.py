@@ -135,6 +135,11 @@ class AutomaticOptimization:
             self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))
         self._forward_backward = hooks.wrapped(self._forward_backward, hooks.action_of_strategy("forward_backward"))
 
+        # Gradients of several processes are those of the batch when they are weighed, and the hook sees them then.
+        self._compute_last = self._forward_backward
+        if not self._is_alone and hooks.bind("on_after_backward") is not None:
+            self._compute_last = self._compute_and_follow_later
+
         # 4. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is
         #    left out if neither the optimiser nor the user can tell. A scaler takes no closure, and several optimisers
         #    receive none.
@@ -214,7 +219,7 @@ class AutomaticOptimization:
         counts.ready += 1
         if self._needs_no_closure:
             optimizer = self._optimizer
-            result = self._forward_backward(step, parts, True)
+            result = self._compute_last(step, parts, True)
             if self._in_backward is not None:
                 self._in_backward.finish()
             else:
@@ -236,16 +241,20 @@ class AutomaticOptimization:
 
     def end_window(self, batch_idx: int) -> None:
         """Step the optimiser with the gradients of a window that ends before its last batch."""
-        usual = self._forward_backward
+        usual = self._compute_last
         if self._is_alone:
-            self._forward_backward = lambda *_: NO_RESULT
+            self._compute_last = lambda *_: NO_RESULT
         self._ends_early = True
         try:
             # The number of the missing batch: no window begins with it.
             self((), batch_idx + 1, True)
         finally:
-            self._forward_backward = usual
+            self._compute_last = usual
             self._ends_early = False
+
+    def _compute_and_follow_later(self, step: Any, parts: Sequence[Any], last: bool) -> StepResult:
+        with self.step.follow_later() as self._gradients.follow:
+            return self._forward_backward(step, parts, last)
 
     def _step_with_closure(self, parts: Sequence[Any], batch_idx: int) -> StepResult:
         """Pass a closure that computes loss and gradients to the optimiser, or to the user's `optimizer_step`."""
@@ -259,8 +268,11 @@ class AutomaticOptimization:
             if results and not self.step.begins_window:
                 raise _computed_again(self._optimizer)
             with torch.enable_grad():
-                result = self._forward_backward(self.step, parts, True)
+                result = self._compute_last(self.step, parts, True)
             results[:] = [result]
+            if self._user_step is not None:
+                # The user may read the gradients, and step the optimiser without a closure.
+                self._gradients.weigh(self._optimizer, result.loss is None)
             loss = self._loss_of_closure(parts, result)
             if self._reduce is not None:
                 loss = self._mean_loss(self._reduce, loss, result)

@@ -9,6 +9,8 @@ before the changes come back.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -75,6 +77,8 @@ class HookState:
         # The changes of the run that this one resumes.
         self._earlier: State = {}
         self._is_reported = True
+        # Paths of what the sanity check has changed, as texts.
+        self._of_sanity_check: set[str] = set()
         # Named places where the present run is constructed otherwise.
         self._conflicts: set[str] = set()
 
@@ -88,9 +92,17 @@ class HookState:
         """Note the state of the training data before the first order is drawn from them."""
         self._mark_data("train")
 
+    @contextmanager
+    def sanity_check(self) -> Iterator[None]:
+        """Follow the sanity check: a run that is resumed within an epoch has none, so what it changes comes back."""
+        state = PlainState()
+        state.mark(self._objects())
+        yield
+        self._of_sanity_check = state.changed(self._objects())
+
     def begin(self) -> None:
         """Note the state after the hooks of the start. Tensors and arrays of theirs may come from the weights."""
-        self._state.mark_but_tensors(self._objects())
+        self._state.mark_but_tensors(self._objects(), changed=self._of_sanity_check)
         self._mark_data("val")
         self._has_begun = True
 

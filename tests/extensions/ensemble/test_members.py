@@ -211,6 +211,25 @@ def test_networks_with_common_buffers(seed: int) -> None:
     assert difference(strategy, states_alone(seed, 3, SharedNorm, data)) <= CLOSE
 
 
+class NormedByBranch(Classifier):
+    """Calls its network with the batch, or with what follows from it, as the weights of the member are."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.net = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = batch[0] if self.net[0].weight.sum() > 0 else batch[0] * 2
+        return nn.functional.cross_entropy(self.net(features), batch[1])
+
+
+def test_the_member_that_ends_calls_together_keeps_its_statistics() -> None:
+    # The first member's sum is positive, and several others' are not.
+    data = partial(loader, 42)
+    strategy, _, _ = ensemble(0, NormedByBranch, data, members=5)
+    assert difference(strategy, states_alone(0, 5, NormedByBranch, data)) <= CLOSE
+
+
 class Unfreezing(Classifier):
     """Trains its last layer from the second epoch on, in a group of its own."""
 

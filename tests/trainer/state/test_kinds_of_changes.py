@@ -338,3 +338,38 @@ def test_a_value_as_constructed_comes_back_over_that_of_the_start(tmp_path: Path
             self.level = 1
 
     assert resumed(Module, tmp_path).level == 1
+
+
+def test_counters_of_objects_that_have_trained_before_come_back(tmp_path: Path) -> None:
+    class Counts(Recording):
+        begun = 0
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.begun += 1
+
+    module = Counts()
+    data = DataLoader(ROWS, batch_size=2)
+    trainer(max_epochs=2, callbacks=[Saves(tmp_path)]).fit(module, data)
+    total = module.begun
+    trainer(max_epochs=2).fit(module, data, ckpt_path=tmp_path / "on_train_batch_end-03.ckpt")
+    assert module.begun == total
+
+
+def test_what_the_sanity_check_changes_comes_back(tmp_path: Path) -> None:
+    class Validations(Saves):
+        ended = 0
+
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.ended += 1
+
+    class Validated(Recording):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    data = DataLoader(ROWS, batch_size=2)
+    undisturbed, again = Validations(tmp_path), Validations(tmp_path)
+    options = {"max_epochs": 1, "num_sanity_val_steps": 1}
+    trainer(**options, callbacks=[undisturbed]).fit(Validated(), data, data)
+    trainer(**options, callbacks=[again]).fit(
+        Validated(), data, data, ckpt_path=tmp_path / "on_train_batch_end-01.ckpt"
+    )
+    assert again.ended == undisturbed.ended == 2

@@ -140,6 +140,7 @@ class SideBySide:
         if self._computing.member is not None:
             return network.alone(self._computing.member, call)
         if name in self.reasons:
+            self._leave_early(name)
             # Its parts may be networks, too.
             return network.forward_of(self._member, call)
         compute = self._take if self._member else self._compute_early
@@ -177,11 +178,16 @@ class SideBySide:
             if is_same:
                 self._made += 1
                 return True, output
+        self._leave_early(name)
+        return False, None
+
+    def _leave_early(self, name: str) -> None:
+        """Undo early calls that the present one, which is computed by itself, must not find made."""
         # The buffers of those that are computed early have their later values.
         network = self._calls[name]
+        pending = self._early[self._made :] if self._member else ()
         if any(early.network.name == name or network.shares_buffers(early.network) for early in pending):
             self._put_back()
-        return False, None
 
     def _put_back(self) -> None:
         """Undo the early calls that the member has not made, which it computes by itself from now on."""

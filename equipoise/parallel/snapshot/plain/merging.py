@@ -96,5 +96,5 @@ def _merged(start: Any, saved: Any, present: Any, place: str, lost: list[str]) -
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    # NaN differs from itself, and equal sets may have other texts.
-    return repr(one) == repr(other) or bool(one == other)
+    # Starts hold no tensors. NaN differs from itself, and equal sets may have other texts.
+    return repr(one) == repr(other) or (isinstance(one, set) and isinstance(other, set) and one == other)

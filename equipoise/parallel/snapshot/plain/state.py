@@ -4,7 +4,7 @@ Objects are followed through their attributes and the items of their containers 
 objects that a file cannot hold, of which only the class is noted. A leaf is known by the path that leads to it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from equipoise.parallel.snapshot.generators import generator_state
@@ -69,17 +69,32 @@ class PlainState:
                 start = (copied(leaf.value),)
             self._noted[repr(leaf.path)] = Noted(leaf.path, leaf.mark, id(leaf.value), start)
 
-    def mark_but_tensors(self, roots: Mapping[str, Root]) -> None:
-        """Note the state anew; values with tensors that have changed since the mark still count as changed."""
+    def mark_but_tensors(self, roots: Mapping[str, Root], changed: Collection[str] = ()) -> None:
+        """Note the state anew; values with tensors that have changed since the mark still count as changed.
+
+        Args:
+            roots: The objects.
+            changed: Paths of further values that count as changed, as `changed` returns them. Default: none.
+        """
         earlier = self._noted
         self._noted = {key: noted for key, noted in earlier.items() if noted.path[0] not in roots}
         for leaf in self._leaves.of(roots):
             key = repr(leaf.path)
             noted = earlier.get(key, Noted(leaf.path, None, 0))
             mark: Any = leaf.mark
-            if leaf.content.has_tensors and noted.mark != mark:
+            if (leaf.content.has_tensors and noted.mark != mark) or key in changed:
                 mark = None
             self._noted[key] = noted._replace(mark=mark, identity=id(leaf.value))
+
+    def changed(self, roots: Mapping[str, Root]) -> set[str]:
+        """Return the paths of values that have changed since the mark, or are new, as texts."""
+        keys = set()
+        for leaf in self._leaves.of(roots):
+            key = repr(leaf.path)
+            noted = self._noted.get(key)
+            if leaf.kind == "values" and (noted is None or noted.mark != leaf.mark):
+                keys.add(key)
+        return keys
 
     def changes(self, roots: Mapping[str, Root]) -> State:
         """Return what has changed since the mark, as copies on the CPU.

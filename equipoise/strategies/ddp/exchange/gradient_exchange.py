@@ -139,7 +139,20 @@ class GradientExchange:
         """Refuse steps of optimisers within a backward, where hooks on gradients may take them."""
         if not self._watches_steps and any(map(has_gradient_hooks, self._parameters)):
             self._watches_steps = True
-            self._hooks.append(register_optimizer_step_pre_hook(_refuse_step_in_backward))
+            self._hooks.append(register_optimizer_step_pre_hook(self._refuse_step_in_backward))
+
+    def _refuse_step_in_backward(self, optimizer: Optimizer, *_: Any) -> None:
+        if not is_in_backward():
+            return
+        known = set(map(id, self._parameters))
+        # It may train something else.
+        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise StepError(
+                f"{type(optimizer).__name__} is stepped within a backward, as by a hook that"
+                " `register_post_accumulate_grad_hook` has registered. Under strategy='ddp' gradients are exchanged"
+                " afterwards, so each process would train weights of its own. Return the optimiser from"
+                " `configure_optimizers`, or step it in `on_before_optimizer_step`."
+            )
 
     def _trainable_parameters_differ(self) -> bool:
         """Return whether parameters were frozen or unfrozen, so that the engine no longer fits."""
@@ -155,16 +168,6 @@ class GradientExchange:
         if self._name == "torch" and fits_wrapper:
             return TorchEngine(self._module, self._device, self._options)
         return NativeEngine(self._module, self._device, self._options)
-
-
-def _refuse_step_in_backward(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if is_in_backward():
-        raise StepError(
-            f"{type(optimizer).__name__} is stepped within a backward, as by a hook that"
-            " `register_post_accumulate_grad_hook` has registered. Under strategy='ddp' gradients are exchanged"
-            " afterwards, so each process would train weights of its own. Return the optimiser from"
-            " `configure_optimizers`, or step it in `on_before_optimizer_step`."
-        )
 
 
 def check_engine_options(engine: str, bucket_megabytes: float, comm_hook: Any, comm_state: Any) -> None:

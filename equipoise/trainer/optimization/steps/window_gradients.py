@@ -20,7 +20,12 @@ class WindowGradients:
 
     Attributes:
         are_weighed: Whether `finish` may weigh the gradients. Then the window must be reset after a step.
+        follow: Calls `on_after_backward` when the gradients are weighed; None: it has been called.
     """
+
+    follow: Callable[[], None] | None = None
+    # Whether there are no gradients, once they are weighed; None before.
+    _skipped: bool | None = None
 
     def __init__(
         self,
@@ -93,13 +98,10 @@ class WindowGradients:
             True if there are no gradients: no part of the window had a loss, in any process.
         """
         # 1. The weighted mean over the window and all processes.
-        if self._weigh is not None:
-            has_no_weight = self._weigh(self._window, optimizer)
-            if has_no_weight is not None:
-                skipped = has_no_weight
-            elif self._window.is_open:
-                # An earlier part of the window had a loss.
-                skipped = False
+        if self._skipped is None:
+            self.weigh(optimizer, skipped)
+        skipped = bool(self._skipped)
+        self._skipped = None
 
         # 2. The scale of the loss; without gradients there is none. A fused optimiser divides by it in its step, unless
         #    gradients are seen or clipped before. Callbacks may change how they are clipped, so the settings are read
@@ -119,6 +121,20 @@ class WindowGradients:
         elif value:
             self.clip(optimizer)
         return skipped
+
+    def weigh(self, optimizer: Optimizer, skipped: bool) -> None:
+        """Weigh the gradients over the window and all processes, before `finish`; see there."""
+        if self._weigh is not None:
+            has_no_weight = self._weigh(self._window, optimizer)
+            if has_no_weight is not None:
+                skipped = has_no_weight
+            elif self._window.is_open:
+                # An earlier part of the window had a loss.
+                skipped = False
+        self._skipped = skipped
+        if self.follow is not None:
+            self.follow()
+            self.follow = None
 
     def clip(self, optimizer: Optimizer) -> None:
         """Clip the gradients of an optimiser, as the settings say at present."""
