@@ -144,9 +144,9 @@ class GradientExchange:
     def _refuse_step_in_backward(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_in_backward():
             return
-        known = set(map(id, self._parameters))
+        exchanged = set(map(id, self._parameters))
         # It may train something else.
-        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        if any(id(parameter) in exchanged for group in optimizer.param_groups for parameter in group["params"]):
             raise StepError(
                 f"{type(optimizer).__name__} is stepped within a backward, as by a hook that"
                 " `register_post_accumulate_grad_hook` has registered. Under strategy='ddp' gradients are exchanged"
