@@ -91,7 +91,8 @@ def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], N
     """Let a function run every backward that Python code begins in this process: `torch.autograd.grad` and others.
 
     No public hook sees what `torch.autograd.grad` returns, nor the end of a backward. Of several such functions the one
-    that was given last runs them, until it ends.
+    that was given last runs them, until it ends. A torch without the private name calls none of them; features that
+    cannot do without it are refused where they are chosen.
 
     Args:
         around: Function that receives a backward and returns its result.
@@ -99,6 +100,8 @@ def intercept_backwards(around: Callable[[BackwardCall], Any]) -> Callable[[], N
     Returns:
         Function that ends this.
     """
+    if _run_in_engine is None:
+        return lambda: None
     _AROUND.append(around)
     setattr(torch.autograd, _ENGINE_CALL, _run)
 
