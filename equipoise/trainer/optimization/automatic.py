@@ -137,7 +137,8 @@ class AutomaticOptimization:
 
         # Gradients of several processes are those of the batch when they are weighed, and the hook sees them then.
         self._compute_last = self._forward_backward
-        if not self._is_alone and hooks.bind("on_after_backward") is not None:
+        has_parts = not self._is_alone and not strategy.processes.has_one_state
+        if has_parts and hooks.bind("on_after_backward") is not None:
             self._compute_last = self._compute_and_follow_later
 
         # 4. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is
@@ -147,7 +148,6 @@ class AutomaticOptimization:
         is_unnoticed = self._scaler is not None or self._are_several or takes_no_closure(self._optimizer)
         self._needs_no_closure = self._user_step is None and is_unnoticed
         # All processes decide by the loss of all samples.
-        has_parts = not self._is_alone and not strategy.processes.has_one_state
         self._reduce: Callable[..., Any] | None = None
         if has_parts and may_decide_by_loss(self._optimizer):
             self._reduce = strategy.processes.reduce
