@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -22,6 +22,16 @@ pytestmark = ignoring()
 FEATURES, CLASSES, SAMPLES = 6, 3, 22
 
 
+class NotesLaunches(DDPStrategy):
+    """Notes the number of operations before the gradients of a window are weighed."""
+
+    before: ClassVar[int] = 0
+
+    def finish_gradients(self, window: Any, optimizer: Any) -> bool | None:
+        NotesLaunches.before = launches()
+        return super().finish_gradients(window, optimizer)
+
+
 class Network(L.LightningModule):
     """Logs its loss; on a device, notes how many operations end the gradients of a window.
 
@@ -36,7 +46,6 @@ class Network(L.LightningModule):
             hidden += [nn.Tanh(), nn.Linear(8, 8)]
         self.net = nn.Sequential(nn.Linear(FEATURES, 8), *hidden, nn.Tanh(), nn.Linear(8, CLASSES))
         self.devices: set[str] = set()
-        self.launches_before = 0
         self.ending_launches: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -45,11 +54,8 @@ class Network(L.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def on_after_backward(self) -> None:
-        self.launches_before = launches()
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.ending_launches.append(launches() - self.launches_before)
+        self.ending_launches.append(launches() - NotesLaunches.before)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -135,8 +141,8 @@ def test_the_end_of_a_window_has_no_operation_for_each_parameter(make: type[Netw
     """Gradients are multiplied by a factor of float64: the last batch is shorter, or weights are known to devices."""
     ending = []
     for layers in (1, 6):
-        strategy = DDPStrategy(engine=engine, backend="gloo")
+        strategy = NotesLaunches(engine=engine, backend="gloo")
         module, _ = trained(partial(make, layers), strategy, "cuda", 4, precision="32-true")
         ending.append(module.ending_launches)
-    # The hook of the backward follows once the gradients are those of the batch.
     assert ending[0] == ending[1]
+    assert max(ending[0]) > 0
