@@ -16,7 +16,9 @@ _HOOKS = ("training_step", "on_before_backward")
 
 
 def refuse_partial_gradients(module: nn.Module, strategy: str) -> Callable[[], None]:
-    """Refuse `torch.autograd.grad` for parameters in `training_step`, where a step is computed in parts.
+    """Refuse a backward that names parameters in `training_step`, where a step is computed in parts.
+
+    These are `torch.autograd.grad` and `backward(inputs=...)`.
 
     What a loss is computed from them, such as the weights of several tasks, would not be that of the whole batch.
 
