@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equipoise.interop.adapters import find
 
-__all__ = ["BackwardCall", "destination", "gradients_here", "intercept_backwards"]
+__all__ = ["BackwardCall", "destination", "gradients_here", "intercept_backwards", "is_run_here"]
 
 _will_engine_execute_node: Callable[[Any], bool] | None = find("torch._C._will_engine_execute_node")
 
@@ -37,6 +37,11 @@ def gradients_here(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         _RUN_HERE.remove(thread)
 
 
+def is_run_here() -> bool:
+    """Return whether a backward of `gradients_here` runs, in whichever thread: one on a GPU calls hooks in its own."""
+    return bool(_RUN_HERE)
+
+
 def destination(leaf_node: Any) -> Literal["grad", "caller", ""]:
     """Return where the backward that runs puts the gradient of a leaf: in `.grad`, or to the caller of `grad`.
 
@@ -46,8 +51,7 @@ def destination(leaf_node: Any) -> Literal["grad", "caller", ""]:
     Returns:
         "" if the backward does not come there.
     """
-    # A backward on a GPU calls hooks in a thread of its own.
-    if _will_engine_execute_node is None or _RUN_HERE:
+    if _will_engine_execute_node is None or is_run_here():
         return "grad"
     try:
         return "grad" if _will_engine_execute_node(leaf_node) else ""

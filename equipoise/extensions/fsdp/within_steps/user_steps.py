@@ -18,7 +18,7 @@ from equipoise.extensions.fsdp.within_steps.seen_parameters import (
     hook_whole,
 )
 from equipoise.extensions.fsdp.within_steps.whole_results import is_alike, sum_gradient
-from equipoise.interop.distributed.backward_calls import destination
+from equipoise.interop.distributed.backward_calls import destination, is_run_here
 from equipoise.interop.distributed.fully_sharded import (
     follow_backwards,
     follow_gathering,
@@ -201,9 +201,9 @@ class UserSteps:
     # Backwards.
 
     def _note_backward(self) -> None:
-        """Note a backward that has come to a unit or a parameter, once."""
+        """Note a backward that has come to a unit or a parameter, once, unless this process alone runs it."""
         number = number_of_backward()
-        if self.note is None or number == self._noted_backward:
+        if self.note is None or number == self._noted_backward or is_run_here():
             return
         self._noted_backward = number
         parameters = chain.from_iterable(self._seen)

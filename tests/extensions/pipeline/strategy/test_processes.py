@@ -689,7 +689,8 @@ class Halving(L.LightningModule):
 
     def halve(self, *arguments: Any) -> None:
         self.seen.append([parameter.grad for parameter in self.parameters()])
-        self.seen[-1] = [gradient.clone() for gradient in self.seen[-1]]
+        # Parts of a pipeline lie on several devices.
+        self.seen[-1] = [gradient.cpu().clone() for gradient in self.seen[-1]]
         for parameter in self.parameters():
             parameter.grad.mul_(0.5)
 
