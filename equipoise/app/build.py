@@ -51,8 +51,7 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
     """
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        listed = ", ".join(missing)
-        raise ConfigurationError(f"{listed} must be given a value, such as {missing[0]}=VALUE.")
+        raise ConfigurationError(f"{', '.join(missing)} must be given a value, such as {missing[0]}=VALUE.")
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
@@ -266,5 +265,4 @@ def announce(message: str) -> None:
 def overrides(instance: Any, base: type[Any], name: str) -> bool:
     """Return True if the class of an object overrides a method of a base."""
     method = getattr(type(instance), name, None)
-    base_method = getattr(base, name, None)
-    return method is not base_method
+    return method is not getattr(base, name, None)

@@ -160,8 +160,7 @@ def whole_number(name: str, text: str | None) -> int:
 
 def list_of_names(name: str, text: str | None) -> list[str]:
     """Read names that are separated by commas."""
-    parts = (text or "").split(",")
-    names = [part.strip() for part in parts]
+    names = [part.strip() for part in (text or "").split(",")]
     if not all(names):
         raise ConfigurationError(f"{name} takes names, separated by commas, such as {name}=dp,ddp, not {text!r}.")
     return names

@@ -214,8 +214,7 @@ def _refuse_remote(arguments: Sequence[str]) -> None:
 
 def _run_trial(config: DictConfig, stage: str) -> float | list[float] | None:
     check_sweep(config)
-    metrics = _run_once(config, stage)
-    return sweep_value(config, metrics)
+    return sweep_value(config, _run_once(config, stage))
 
 
 def _run_once(config: DictConfig, stage: str) -> dict[str, float]:

@@ -136,11 +136,9 @@ def _describe_part(part: DictConfig, key: str) -> Iterator[str]:
 
     # 1. The class and the first paragraph of its docstring.
     yield f"  builds {part['_target_']}"
-    docstring = inspect.getdoc(target) or ""
-    summary = docstring.partition("\n\n")[0]
+    summary = (inspect.getdoc(target) or "").partition("\n\n")[0]
     if summary:
-        words = summary.split()
-        yield _indented(" ".join(words))
+        yield _indented(" ".join(summary.split()))
 
     # 2. Its arguments, in the order of the signature.
     meanings = _meanings_of(part)
@@ -173,8 +171,7 @@ def _meanings_of(part: DictConfig) -> dict[str, str]:
         return {}
     docstrings = [inspect.getdoc(target)]
     if isinstance(target, type):
-        constructor = vars(target).get("__init__")
-        docstrings.insert(0, inspect.getdoc(constructor))
+        docstrings.insert(0, inspect.getdoc(vars(target).get("__init__")))
     meanings: dict[str, str] = {}
     # The docstring of the class comes last, because it counts more.
     for docstring in docstrings:
@@ -204,8 +201,7 @@ def arguments_in(docstring: str) -> dict[str, str]:
                 meanings[name] = entry[2] or ""
             continue
         for name in names:
-            text = f"{meanings[name]} {line.strip()}"
-            meanings[name] = text.strip()
+            meanings[name] = f"{meanings[name]} {line.strip()}".strip()
     return meanings
 
 

@@ -36,8 +36,7 @@ def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
     # 1. Errors of YAML have a position.
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        line = mark.line + 1
-        return f"Cannot read {mark.name}, line {line}: {error.problem}."
+        return f"Cannot read {mark.name}, line {mark.line + 1}: {error.problem}."
 
     # 2. The class of the error or of one of its causes may say what is wrong.
     file = re.match(r"In '([^']+)': Config\w+Error", text)
@@ -81,19 +80,15 @@ def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> 
         return None
     key = error.full_key
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        mapping = error.parent_node or {}
-        message = _unknown_key(key, mapping, folders)
+        message = _unknown_key(key, error.parent_node or {}, folders)
         return f"{start}{message}"
-    lines = str(error).splitlines()
-    problem = lines[0].rstrip(".")
+    problem = str(error).splitlines()[0].rstrip(".")
     return f"{start}{key}: {problem}."
 
 
 def _explain_missing_file(error: MissingConfigException, folders: Sequence[Path]) -> str:
-    path = error.missing_cfg_file or ""
-    group, _, option = path.rpartition("/")
-    names = error.options or options(group, folders)
-    hint = did_you_mean(option, names)
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    hint = did_you_mean(option, error.options or options(group, folders))
     # Users may add files to these groups alone.
     way_out = ""
     if group in _GROUPS_OF_MAPPINGS:
@@ -137,8 +132,7 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
 
 def _hint_of_options(group: str, folders: Sequence[Path]) -> str:
     """Return the end of a message that lists the options of a group."""
-    names = options(group, folders)
-    return did_you_mean("", names)
+    return did_you_mean("", options(group, folders))
 
 
 def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) -> str:
@@ -151,8 +145,7 @@ def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) 
     path = _path_below(name, mapping, names)
     if path is not None:
         return f"There is no key {key!r} in the configuration; did you mean '{path}'?"
-    hint = did_you_mean(name, names)
-    return f"There is no key {key!r} in the configuration{hint}"
+    return f"There is no key {key!r} in the configuration{did_you_mean(name, names)}"
 
 
 def _unknown_key_in(parent: str, name: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) -> str:
@@ -180,8 +173,7 @@ def _unknown_key_in(parent: str, name: str, mapping: Mapping[Any, Any], folders:
         return f"{key!r} is not part of the configuration, but {target} takes it: add it by +{key}=VALUE."
 
     # 5. Any other key.
-    prefix = f"{parent}."
-    hint = did_you_mean(name, names, prefix)
+    hint = did_you_mean(name, names, f"{parent}.")
     return f"There is no key {key!r} in the configuration{hint}"
 
 
@@ -199,12 +191,10 @@ def _path_below(name: str, mapping: Mapping[Any, Any], names: Sequence[str]) -> 
             return f"{part}.{name}"
 
     # 2. An argument of the trainer. An outermost key that is as near is more likely.
-    signature = inspect.signature(equipoise.Trainer)
-    matches = get_close_matches(name, signature.parameters, n=1)
+    matches = get_close_matches(name, inspect.signature(equipoise.Trainer).parameters, n=1)
     if not matches or get_close_matches(name, names):
         return None
-    nearest = matches[0]
-    return f"trainer.{nearest}"
+    return f"trainer.{matches[0]}"
 
 
 def options(group: str, folders: Sequence[Path]) -> list[str]:

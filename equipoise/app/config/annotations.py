@@ -59,8 +59,7 @@ def check_types(target: Callable[..., Any], values: Mapping[str, Any], key: str)
         if accepts(annotation, value):
             continue
         if _agrees_with_default(annotation, parameter):
-            message = _contradiction(target, f"{key}.{name}", annotation, value)
-            raise ConfigurationError(message)
+            raise ConfigurationError(_contradiction(target, f"{key}.{name}", annotation, value))
 
 
 def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

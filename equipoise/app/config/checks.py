@@ -190,8 +190,7 @@ def _import(name: str, package: ModuleType | None, message_start: str) -> Module
         raise ConfigurationError(
             f"{message_start}there is no module {name!r}, neither installed nor beside the folder of configurations."
         )
-    search_path = getattr(package, "__path__", [])
-    options = [module.name for module in pkgutil.iter_modules(search_path)]
+    options = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", []))]
     options += _names_defined_in(package)
     last = name.rpartition(".")[2]
     hint = did_you_mean(last, options)
@@ -200,8 +199,7 @@ def _import(name: str, package: ModuleType | None, message_start: str) -> Module
 
 def _advice_to_install(error: ModuleNotFoundError, name: str) -> str:
     """Return the advice for a module that imports a missing package; empty if its own package lacks a part."""
-    missing_name = error.name or ""
-    missing = missing_name.partition(".")[0]
+    missing = (error.name or "").partition(".")[0]
     package = name.partition(".")[0]
     if missing in ("", package):
         return ""

@@ -33,8 +33,7 @@ def translate(arguments: Sequence[str], folders: Sequence[Path] = ()) -> list[st
             translated.append(argument)
         elif group == "precision":
             # A sweep names several precisions, with commas between them.
-            names = [_precision(name, folders) for name in value.split(",")]
-            joined = ",".join(names)
+            joined = ",".join(_precision(name, folders) for name in value.split(","))
             translated.append(f"precision={joined}")
         elif group == "strategy" and not _is_option(group, value, folders):
             translated += _strategy(value)
@@ -57,8 +56,7 @@ def _strategy(name: str) -> list[str]:
     arguments = [f"strategy={strategy}"]
     for option, value in options.items():
         # Hydra writes true and false in lower case.
-        text = str(value).lower()
-        arguments.append(f"strategy.{option}={text}")
+        arguments.append(f"strategy.{option}={str(value).lower()}")
     return arguments
 
 

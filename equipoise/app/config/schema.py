@@ -54,8 +54,7 @@ def config_class(target: type, *, leave_out: Collection[str] = ()) -> type:
         default = _default(parameter.default)
         if default is None:
             continue
-        annotation = annotation_of(parameter, target)
-        kind = _field_type(annotation, parameter.default)
+        kind = _field_type(annotation_of(parameter, target), parameter.default)
         fields.append((parameter.name, kind, default))
     return make_dataclass(f"{target.__name__}Config", fields)
 

@@ -22,8 +22,7 @@ def did_you_mean(name: str, options: Iterable[str], prefix: str = "") -> str:
         >>> did_you_mean("x", [])
         '.'
     """
-    public_options = {option for option in options if not option.startswith("_")}
-    names = sorted(public_options)
+    names = sorted({option for option in options if not option.startswith("_")})
     matches = get_close_matches(name, names, n=1)
     if matches:
         nearest = prefix + matches[0]

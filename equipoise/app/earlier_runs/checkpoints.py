@@ -51,14 +51,12 @@ def find_checkpoint(which: str, values: Mapping[str, Any], *, here_only: bool = 
     newest = _newest_checkpoint(values, here_only=here_only)
     if newest.path is None or which == "last":
         return newest
-    best = _best_of_run(newest.path)
-    return EarlierCheckpoint(best, newest.newer_job)
+    return EarlierCheckpoint(_best_of_run(newest.path), newest.newer_job)
 
 
 def _newest_checkpoint(values: Mapping[str, Any], *, here_only: bool) -> EarlierCheckpoint:
     # 1. In the run's folder.
-    output = to_path(values["output_dir"])
-    in_folder: list[AnyPath] = [*output.glob("**/*.ckpt")]
+    in_folder: list[AnyPath] = [*to_path(values["output_dir"]).glob("**/*.ckpt")]
     for newest in newest_first(in_folder):
         return EarlierCheckpoint(newest)
     if here_only:
@@ -146,8 +144,7 @@ def _best_of_run(checkpoint: AnyPath) -> AnyPath:
         best_path = state.get("best_model_path")
         if not key.startswith("ModelCheckpoint") or not best_path:
             continue
-        folder = state.get("dirpath")
-        place = present_place(best_path, folder, checkpoint)
+        place = present_place(best_path, state.get("dirpath"), checkpoint)
         if place is not None:
             return to_path(place)
         reason = f"{format_path(best_path)} is gone"

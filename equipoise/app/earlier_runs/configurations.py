@@ -38,8 +38,7 @@ def flat_configuration(values: Mapping[str, Any]) -> dict[str, str]:
         text = _text(value)
         if folder and isinstance(folder, str):
             text = text.replace(folder, "FOLDER")
-        name = printable(key)
-        flat[name[:_LONGEST]] = text[:_LONGEST]
+        flat[printable(key)[:_LONGEST]] = text[:_LONGEST]
     return flat
 
 
@@ -53,8 +52,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if not parts:
         yield key, value
     for name, part in parts:
-        path = f"{key}.{name}"
-        yield from _leaves(part, path.lstrip("."))
+        yield from _leaves(part, f"{key}.{name}".lstrip("."))
 
 
 def _holds_containers(value: Any) -> bool:

@@ -74,8 +74,7 @@ def _watch(seconds: float) -> None:
     class Quiet(Console):
         def on_broken_pipe(self) -> None:
             # The reader of the pipe, such as `head`, has ended. Python must not fail when it flushes the output.
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0)
 
     console = Quiet()
@@ -121,8 +120,7 @@ def _table(devices: Sequence[DeviceInfo]) -> Any:
     for column in ("memory", "free", "compute\ncapability", "cores"):
         table.add_column(column, justify="right", no_wrap=True)
     for info in devices:
-        cells = _cells(info)
-        table.add_row(*cells)
+        table.add_row(*_cells(info))
     return table
 
 

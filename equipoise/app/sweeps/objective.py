@@ -67,8 +67,7 @@ def first_trial(arguments: Sequence[str], folder: str) -> DictConfig:
     # 2. The first trial.
     with hydra.initialize_config_dir(folder, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        overrides = _first_overrides(arguments)
-        config = loader.load_configuration(config_name, overrides, run_mode=RunMode.RUN)
+        config = loader.load_configuration(config_name, _first_overrides(arguments), run_mode=RunMode.RUN)
     check_sweep(config, config.hydra.sweeper)
     return config
 
@@ -85,8 +84,7 @@ def _first_overrides(arguments: Sequence[str]) -> list[str]:
             overrides.append(argument)
         elif override.is_discrete_sweep():
             key = override.get_key_element()
-            values = iter(override.sweep_string_iterator())
-            first = next(values)
+            first = next(iter(override.sweep_string_iterator()))
             overrides.append(f"{key}={first}")
     return overrides
 
@@ -147,8 +145,7 @@ def _check_directions(config: DictConfig, objectives: Sequence[str], directions:
     modes = _monitored(config)
     right_directions = []
     for objective, direction in zip(objectives, directions, strict=True):
-        mode = modes.get(objective)
-        right_directions.append(_direction_of_mode(mode, direction))
+        right_directions.append(_direction_of_mode(modes.get(objective), direction))
 
     for objective, direction, right in zip(objectives, directions, right_directions, strict=True):
         # Some sweepers have further directions, which have no mode.
@@ -183,8 +180,7 @@ def sweep_value(config: DictConfig, metrics: Mapping[str, float]) -> float | lis
     """
     objectives = objectives_of(config)
     configured = config.get("objective")
-    sweeper = HydraConfig.get().sweeper
-    is_read = reads_values(sweeper)
+    is_read = reads_values(HydraConfig.get().sweeper)
 
     # 1. The sweeper needs no value, so the run may have logged none.
     if configured is None and not is_read:
@@ -214,8 +210,7 @@ def objectives_of(config: DictConfig) -> list[str]:
     """Return the names of the objectives: the configured ones, or else the value that a checkpoint monitors."""
     objective = config.get("objective")
     if objective is None:
-        monitored = list(_monitored(config))
-        return monitored[:1]
+        return list(_monitored(config))[:1]
     if OmegaConf.is_list(objective):
         return list(objective)
     return [str(objective)]
@@ -255,8 +250,7 @@ def reads_values(sweeper: DictConfig) -> bool:
     except (HydraException, ImportError, ValueError):
         # Hydra raises a better error when it builds the sweeper.
         return False
-    base_names = [base.__name__ for base in sweeper_class.__mro__]
-    return "BasicSweeper" not in base_names
+    return "BasicSweeper" not in [base.__name__ for base in sweeper_class.__mro__]
 
 
 def _sweeper_name(sweeper: DictConfig) -> str:

@@ -63,8 +63,7 @@ def _check(feature: adapters.Feature, untested: dict[str, str]) -> tuple[str, st
     other_versions = [untested[package] for package in packages if package in untested]
     remarks = []
     if other_versions:
-        listed = ", ".join(other_versions)
-        remarks.append(f"not tested with {listed}")
+        remarks.append(f"not tested with {', '.join(other_versions)}")
 
     # 3. Names that it can do without.
     missing = adapters.missing_names(feature, with_fallback=True)
@@ -82,8 +81,7 @@ def _lack(missing: Sequence[str], feature: adapters.Feature) -> str:
     version = versions.installed_version(package)
     if version is None:
         return f"needs {package}, which is not installed"
-    listed = ", ".join(missing)
-    return f"lacks {listed} of {package} {version}"
+    return f"lacks {', '.join(missing)} of {package} {version}"
 
 
 def _fallbacks(missing: Sequence[str], feature: adapters.Feature) -> list[str]:
@@ -92,6 +90,5 @@ def _fallbacks(missing: Sequence[str], feature: adapters.Feature) -> list[str]:
     for adapter in feature.adapters:
         lacking = [name for name in adapter.names if name in missing]
         if lacking and adapter.fallback:
-            listed = ", ".join(lacking)
-            phrases.append(f"works without {listed}: {adapter.fallback}")
+            phrases.append(f"works without {', '.join(lacking)}: {adapter.fallback}")
     return phrases

@@ -36,8 +36,7 @@ def without_paths(message: str) -> str:
         "cannot import name 'f' from 'g' (...)"
     """
     first_line, _, _ = message.strip().partition("\n")
-    shortened = _PATH.sub("...", first_line[:_LONGEST])
-    return _without_users(shortened)
+    return _without_users(_PATH.sub("...", first_line[:_LONGEST]))
 
 
 def _without_users(text: str) -> str:

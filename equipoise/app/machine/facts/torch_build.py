@@ -85,5 +85,4 @@ def _cudnn_version() -> str | None:
 
 def _nccl_version() -> str:
     nccl: Any = torch.cuda.nccl
-    version = nccl.version()
-    return ".".join(str(part) for part in version)
+    return ".".join(str(part) for part in nccl.version())
