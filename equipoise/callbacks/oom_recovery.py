@@ -105,8 +105,7 @@ class OOMRecovery(Callback):
         """Double the number of micro-batches; None if they have one sample each already."""
         if event.parts >= event.most_parts:
             return None
-        doubled = 2 * event.parts
-        parts = min(doubled, event.most_parts)
+        parts = min(2 * event.parts, event.most_parts)
         _warn(f"{event} It is computed in {parts} parts.")
         return Split(parts, self.grow_after)
 
@@ -116,8 +115,7 @@ class OOMRecovery(Callback):
             return
         # 1. Exchange those of this run.
         events = self.events[self._earlier_events :]
-        skipped = self.skipped - self._earlier_skipped
-        gathered = trainer.strategy.gather_objects((events, skipped))
+        gathered = trainer.strategy.gather_objects((events, self.skipped - self._earlier_skipped))
         # 2. Join them in the order of steps and times.
         all_events: list[OutOfMemoryEvent] = []
         all_skipped = 0

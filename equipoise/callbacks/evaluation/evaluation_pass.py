@@ -186,8 +186,7 @@ class EvaluationPass:
             return None
         with torch.no_grad():
             join_metrics(self.metrics, states_of_processes)
-            computed = self.metrics.compute()
-            return plain_values(self.metrics, computed)
+            return plain_values(self.metrics, self.metrics.compute())
 
     def _exchange(self, values: dict[str, Any] | None) -> dict[str, Any] | None:
         """Collect the outputs of all processes, and return the values of the first process that has some."""

@@ -159,8 +159,7 @@ class NoGradEvaluation(Callback):
         every = self.every_n_steps
         # With gradient accumulation or several optimisers, the count need not grow by one.
         if every is not None and self._steps // every > before // every:
-            result = self._evaluate(trainer, pl_module)
-            self._log(trainer, pl_module, result, on_step=True, on_epoch=False)
+            self._log(trainer, pl_module, self._evaluate(trainer, pl_module), on_step=True, on_epoch=False)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Evaluate if `every_n_epochs` epochs are done."""
@@ -175,8 +174,7 @@ class NoGradEvaluation(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Evaluate at the end of training, if `at_end` is set."""
         if self.at_end and self._evaluated != trainer.global_step:
-            result = self._evaluate(trainer, pl_module)
-            self._log(trainer, None, result)
+            self._log(trainer, None, self._evaluate(trainer, pl_module))
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Release the loader and the metrics."""

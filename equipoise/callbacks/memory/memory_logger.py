@@ -307,8 +307,7 @@ class MemoryLogger(Callback):
             pl_module.log("memory_GiB", value, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
 
     def _store(self, readings: ByPhase, step: int) -> None:
-        seconds = monotonic() - self.started
-        self.timeline += points_of(readings, step, seconds)
+        self.timeline += points_of(readings, step, monotonic() - self.started)
         thin_out(self.timeline)
 
     def _gather(self, trainer: Any) -> None:
@@ -375,8 +374,7 @@ class MemoryLogger(Callback):
             peak = ledger.peak(device, step=self._ledger_step)
             self.compositions = with_largest(self.compositions, peak)
             for category, nbytes in peak.totals().items():
-                name = category.replace(" ", "_")
-                metrics[f"memory/{device}/peak/{name}_MiB"] = to_mib(nbytes)
+                metrics[f"memory/{device}/peak/{category.replace(' ', '_')}_MiB"] = to_mib(nbytes)
             for phase in ledger.phases():
                 peak = ledger.peak(device, phase, step=self._ledger_step)
                 self.phases = with_largest(self.phases, peak, phase)

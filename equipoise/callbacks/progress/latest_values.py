@@ -87,8 +87,7 @@ class LatestValues:
                 continue
             del self._pending[device]
             for name in names:
-                copy = self._copies[name]
-                self._latest[name] = float(copy)
+                self._latest[name] = float(self._copies[name])
 
     def _start_copies(self, values: Mapping[str, Tensor]) -> None:
         """Start copies from every device without pending copies."""
@@ -107,5 +106,4 @@ class LatestValues:
         if copy is None or copy.dtype != value.dtype:
             copy = torch.empty((), dtype=value.dtype, pin_memory=self._pin_memory)
             self._copies[name] = copy
-        scalar = value.reshape(())
-        copy.copy_(scalar, non_blocking=True)
+        copy.copy_(value.reshape(()), non_blocking=True)

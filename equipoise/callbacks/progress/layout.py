@@ -188,7 +188,5 @@ def _metrics(metrics: Metrics) -> Text:
         if isinstance(value, float) and not math.isfinite(value):
             style = "bold red"
         label = printable(name)
-        number = format_number(value)
-        text = Text.assemble((f"{label} ", "dim"), (number, style))
-        texts.append(text)
+        texts.append(Text.assemble((f"{label} ", "dim"), (format_number(value), style)))
     return _SPACE.join(texts)

@@ -132,8 +132,7 @@ class ProgressBar(_LightningProgressBar):
         # None stands for the default, as in Python's `print`.
         separator = " " if sep is None else sep
         ending = "\n" if end is None else end
-        text = separator.join(map(str, args))
-        display.write(text + ending)
+        display.write(separator.join(map(str, args)) + ending)
 
     @property
     def trainer(self) -> Any:
@@ -258,8 +257,7 @@ class ProgressBar(_LightningProgressBar):
         if dataloader_idx != self._loader:
             # The first batch of another loader is done.
             now = monotonic()
-            track = self._begin_loader(dataloader_idx, now)
-            track.skip(batch_idx + 1, now)
+            self._begin_loader(dataloader_idx, now).skip(batch_idx + 1, now)
         if monotonic() >= self._due:
             self._draw(display)
 

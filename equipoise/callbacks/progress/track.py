@@ -106,5 +106,4 @@ class Track:
         rate = self.rate
         if rate is None or self.total is None or self.finished:
             return None
-        batches = max(0, self.total - self.done)
-        return batches / rate
+        return max(0, self.total - self.done) / rate
