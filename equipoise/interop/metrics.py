@@ -137,8 +137,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
     link_collections(module)
     states = {}
     for name, metric in named_metrics(module).items():
-        state = _copied(metric.metric_state)
-        states[name] = {"state": state, "count": metric.update_count}
+        states[name] = {"state": _copied(metric.metric_state), "count": metric.update_count}
     return states
 
 
@@ -160,8 +159,7 @@ def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[s
 
     def copy(tensor: Tensor) -> Tensor:
         target = device or tensor.device
-        values = tensor.detach()
-        return values.to(target, copy=True)
+        return tensor.detach().to(target, copy=True)
 
     copies: dict[str, Any] = {}
     for name, value in state.items():
@@ -287,8 +285,7 @@ def merge_metric_states(
     # 2. Let all metrics hold the state of the batch alone.
     states = zip(metrics, batches, strict=True)
     for metric, batch in states:
-        state = {**batch, _COMPUTED: None}
-        restore_metric_state(metric, state)
+        restore_metric_state(metric, {**batch, _COMPUTED: None})
     # 3. Compute the value of the batch.
     for metric, values in zip(metrics, forward_values, strict=True):
         _set_batch_value(metric, values)
@@ -325,8 +322,7 @@ def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState)
     if earlier[_COUNT]:
         for name in _states_of(metric):
             value = earlier[name]
-            value_of_batch = batch[name]
-            merged[name] = _reduced(metric, name, [value, value_of_batch], counts)
+            merged[name] = _reduced(metric, name, [value, batch[name]], counts)
     merged[_COUNT] = sum(counts)
     merged[_COMPUTED] = None
     restore_metric_state(metric, merged)
@@ -347,11 +343,9 @@ def _batch_state(metric: Metric, copies: Sequence[Any], weights: list[Any]) -> M
     for name in names:
         values: list[Any] = []
         for copy in updated:
-            value = getattr(copy, name)
-            values.append(_on(value, metric.device))
+            values.append(_on(getattr(copy, name), metric.device))
         state[name] = _reduced(metric, name, values, updated_weights)
-    update_counts = [copy.update_count for copy in updated]
-    state[_COUNT] = max(update_counts)
+    state[_COUNT] = max(copy.update_count for copy in updated)
     return state
 
 
@@ -384,8 +378,7 @@ def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any], *
         return mean
     # A function of the user reduces the stacked states, as in torchmetrics.
     if reduction in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduction):
-        stacked = torch.stack(states)
-        return reduction(stacked)
+        return reduction(torch.stack(states))
     raise StepError(
         f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it does not say how its"
         f" state {name!r} is reduced. Take parallelize='forward', where metrics see whole batches, or update it in"
@@ -411,8 +404,7 @@ def states_to_send(metrics: nn.Module) -> list[MetricState]:
     for metric in metrics_of(metrics):
         state: MetricState = {}
         for name in _states_of(metric):
-            value = getattr(metric, name)
-            state[name] = _on(value, cpu)
+            state[name] = _on(getattr(metric, name), cpu)
         state[_COUNT] = metric.update_count
         states.append(state)
     return states
@@ -452,8 +444,7 @@ def _join_metric(metric: Metric, states: list[MetricState]) -> None:
     interleaved = _lists_are_aligned(names, states)
     joined: MetricState = {}
     for name in names:
-        values = [state[name] for state in states]
-        value = _joined(metric, name, values, counts, interleaved)
+        value = _joined(metric, name, [state[name] for state in states], counts, interleaved)
         joined[name] = _on(value, device)
     joined[_COUNT] = sum(counts)
     joined[_COMPUTED] = None

@@ -263,8 +263,7 @@ def gather_in_forms(unit: nn.Module, forms: Mapping[nn.Module, Callable[[Tensor]
             if missing:
                 raise refusal("Gathering weights in another form", "torch", missing)
             size = parameter.padded_sharded_param_size
-            data = parameter._sharded_param_data
-            form = make(data.view(size))
+            form = make(parameter._sharded_param_data.view(size))
             shard.fsdp_pre_all_gather = form.fsdp_pre_all_gather
             shard.fsdp_post_all_gather = form.fsdp_post_all_gather
             # It has looked for the methods when the module was sharded.

@@ -303,8 +303,7 @@ def saving_states(
         state: dict[str, Any] = {"dirpath": callback.dirpath}
         for name in _SAVING:
             if hasattr(callback, name):
-                key = name.lstrip("_")
-                state[key] = getattr(callback, name)
+                state[name.lstrip("_")] = getattr(callback, name)
         if callback is writer:
             before = (kept or {}).get(callback.state_key, set())
             state["is_last"] = path == callback.last_model_path

@@ -103,8 +103,7 @@ def _namesake_in(kind: type, original: type) -> type | None:
     # `pytorch_lightning` imports `lightning_fabric`, too.
     if "lightning_fabric" not in sys.modules:
         return None
-    first_names = original.__module__.split(".")[:2]
-    package = ".".join(first_names)
+    package = ".".join(original.__module__.split(".")[:2])
     if package not in _OLDER:
         return None
     module = _OLDER[package] + original.__module__.removeprefix(package)

@@ -52,8 +52,7 @@ def seed_workers(loader: Any, rank: int) -> None:
         return
     # A loader without this attribute has no workers to seed.
     if getattr(loader, "worker_init_fn", False) is None:
-        init: Callable[[int], None] = partial(_SEED_WORKER, rank=rank)
-        loader.worker_init_fn = init
+        loader.worker_init_fn = partial(_SEED_WORKER, rank=rank)
 
 
 def seeds_workers(init: Any) -> bool:

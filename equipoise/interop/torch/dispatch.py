@@ -79,8 +79,7 @@ class _Mode(DispatchMode):  # type: ignore[misc]
             kwargs = _on(self._device, kwargs)
         # `func` is called outside the mode, so its own operations are not reported twice.
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        self._on_operation(name, result, args)
+        self._on_operation(func.overloadpacket.__name__, result, args)
         return result
 
 

@@ -47,8 +47,7 @@ def multiply_(tensors: Tensors, factor: float | Tensor) -> None:
     # A 0-dim tensor must be on the device of the list, so each device needs one call.
     groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = {}
     for tensor in tensors:
-        key = (tensor.device, _dtype_of_product(tensor))
-        groups.setdefault(key, []).append(tensor)
+        groups.setdefault((tensor.device, _dtype_of_product(tensor)), []).append(tensor)
     for (device, dtype), group in groups.items():
         local_factor = to_device(factor, device)
         if dtype is not None:

@@ -158,8 +158,7 @@ def uncompiled_name(name: str) -> str:
     """
     if _COMPILED_CHILD not in name:
         return name
-    parts = [part for part in name.split(".") if part != _COMPILED_CHILD]
-    return ".".join(parts)
+    return ".".join(part for part in name.split(".") if part != _COMPILED_CHILD)
 
 
 def set_device_of(module: nn.Module, device: torch.device) -> None:

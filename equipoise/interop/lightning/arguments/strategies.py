@@ -63,8 +63,7 @@ def strategy_in_our_words(strategy: Any) -> OurWords | None:
 
 def _words_of(strategy: Any) -> OurWords | None:
     if _is_stock(strategy, theirs.SingleDeviceStrategy):
-        device = strategy.root_device
-        words = OurWords("single_device", "SingleDeviceStrategy", trainer={"devices": [device]})
+        words = OurWords("single_device", "SingleDeviceStrategy", trainer={"devices": [strategy.root_device]})
     elif _is_stock(strategy, theirs.DDPStrategy):
         words = ddp_in_our_words(strategy)
     elif _is_stock(strategy, theirs.FSDPStrategy):
