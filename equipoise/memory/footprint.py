@@ -88,8 +88,7 @@ def _lies_on(tensor: Tensor, device: torch.device) -> bool:
     place = tensor.device
     if place.type != device.type:
         return False
-    is_any_index = device.index is None
-    return is_any_index or place.index == device.index
+    return device.index is None or place.index == device.index
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
@@ -104,8 +103,7 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int
         if device is not None and not _lies_on(tensor, device):
             continue
         storage = _in_this_process(tensor).untyped_storage()
-        address = storage.data_ptr()
-        storages[address] = storage.nbytes()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

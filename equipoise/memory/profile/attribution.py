@@ -71,8 +71,7 @@ class Attribution:
         # The forward began before `start`.
         if not self._stack:
             return
-        name = self._stack.pop()
-        self._mark(output, name)
+        self._mark(output, self._stack.pop())
 
     def _mark(self, value: Any, name: str) -> None:
         """Attribute the backward to a module from the nodes of these tensors on."""

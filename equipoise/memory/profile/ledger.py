@@ -269,14 +269,12 @@ class Ledger:
 
     def devices(self) -> list[str]:
         """Return the names of the devices with any storage."""
-        devices = {device for _, device in self._peaks}
-        return sorted(devices)
+        return sorted({device for _, device in self._peaks})
 
     def phases(self) -> list[str]:
         """Return the recorded phases, in order."""
-        phases = [phase for phase, _ in self._peaks]
         # Every phase once, in the order of its first peak.
-        return list(dict.fromkeys(phases))
+        return list(dict.fromkeys(phase for phase, _ in self._peaks))
 
     def peak(self, device: str, phase: str | None = None, *, step: int = 0) -> Composition:
         """Return the live tensors at a peak.
@@ -330,12 +328,10 @@ class Ledger:
                 continue
             if is_allocation:
                 indices[id(entry)] = len(records)
-                record = entry.record()
-                records.append(record)
+                records.append(entry.record())
             # The history keeps the entries, so that their ids stay theirs.
             holder = indices[id(entry)]
-            event = LedgerEvent(holder, is_allocation, phase)
-            events.append(event)
+            events.append(LedgerEvent(holder, is_allocation, phase))
         return records, events
 
     def _peaks_on(self, device: str, phase: str | None) -> dict[str, _Peak]:
@@ -468,8 +464,7 @@ class Ledger:
             key = (self.phase, device)
             peak = self._peaks.get(key)
             if peak is None or nbytes > peak.nbytes:
-                history_length = len(self._history)
-                self._peaks[key] = _Peak(nbytes, history_length)
+                self._peaks[key] = _Peak(nbytes, len(self._history))
 
     def _categorise(self) -> None:
         """Set the categories of the live storages at the end of a phase."""
@@ -498,8 +493,7 @@ class Ledger:
             for owner, state in optimizer.state.items():
                 # Some optimisers have states of another form beside those of the parameters.
                 if isinstance(state, Mapping):
-                    parameter_name = parameter_names.get(id(owner), "")
-                    self._enter_state(state, parameter_name)
+                    self._enter_state(state, parameter_names.get(id(owner), ""))
 
     def _enter_state(self, state: Mapping[Any, Any], parameter_name: str) -> None:
         """Enter an optimiser's state of one parameter."""
