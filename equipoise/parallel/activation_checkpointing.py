@@ -91,8 +91,7 @@ def keep_activations(module: nn.Module) -> None:
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether a module computes its activations twice."""
-    forward = vars(module).get("forward")
-    return getattr(forward, "__func__", None) is _forward
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward
 
 
 def _matches(pattern: str | type[nn.Module], submodules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -129,8 +128,7 @@ def _replace_forward(module: nn.Module) -> None:
 def _no_match(module: nn.Module, pattern: str, submodules: dict[str, nn.Module]) -> str:
     """Return the message for a pattern that matches nothing, with names like it."""
     names = [name for name, submodule in submodules.items() if _has_forward(submodule)]
-    text = pattern.replace("*", "")
-    nearest = difflib.get_close_matches(text, names, 3) or names[:5]
+    nearest = difflib.get_close_matches(pattern.replace("*", ""), names, 3) or names[:5]
     hint = " It has none."
     if nearest:
         hint = f" The nearest: {', '.join(nearest)}."

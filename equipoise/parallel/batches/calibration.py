@@ -114,8 +114,7 @@ class Calibration:
             else:
                 shares.append(1 - tilt)
         sizes = sizes_by_shares(batch_size, shares)
-        limits = [times.most for times in self.times]
-        return _within(sizes, limits)
+        return _within(sizes, [times.most for times in self.times])
 
     def measured(
         self,
@@ -142,8 +141,7 @@ class Calibration:
             result = function()
             _wait_for(device)
             if self._step >= 0:
-                seconds = time.perf_counter() - start
-                times.add(size, seconds)
+                times.add(size, time.perf_counter() - start)
             return result
 
         return timed
@@ -173,8 +171,7 @@ class Calibration:
             per_sample = used / last_size
             # 2. Bytes that a step may use: unused ones of the device and of torch's allocator.
             unused, _ = torch.cuda.mem_get_info(device)
-            reserved = torch.cuda.memory_reserved(device)
-            free = unused + reserved - allocated
+            free = unused + torch.cuda.memory_reserved(device) - allocated
             most = int(_RESERVE * free / per_sample)
             self.limit(index, max(1, most))
             self._peaks[index].start()
@@ -200,8 +197,7 @@ def _within(sizes: list[int], limits: Sequence[int | None]) -> list[int]:
         return sizes
     for index in range(len(sizes)):
         while room[index] < 0:
-            most_room = max(room)
-            roomiest = room.index(most_room)
+            roomiest = room.index(max(room))
             sizes[index] -= 1
             room[index] += 1
             sizes[roomiest] += 1

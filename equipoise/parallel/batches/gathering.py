@@ -45,8 +45,7 @@ def gather(
     Raises:
         StepError: If the outputs differ in structure.
     """
-    gatherer = _Gatherer(sizes, device, dim, weights)
-    return gatherer.gather(outputs, "")
+    return _Gatherer(sizes, device, dim, weights).gather(outputs, "")
 
 
 def check_kinds(outputs: Sequence[Any]) -> None:
@@ -83,8 +82,7 @@ class _Gatherer:
         if isinstance(first, Mapping):
             return self._mappings(outputs, path)
         if isinstance(first, list) and self._are_samples(outputs, path):
-            joined = [item for output in outputs for item in output]
-            return type(first)(joined)
+            return type(first)([item for output in outputs for item in output])
         if isinstance(first, (tuple, list)):
             return self._sequences(outputs, path)
         if is_dataclass(first) and not isinstance(first, type):
@@ -101,8 +99,7 @@ class _Gatherer:
             # Tensors of other shapes cannot be put together.
             if not self._fits(output, first):
                 raise _different(outputs, path)
-        tensors = [to_device(output, self.device) for output in outputs]
-        return self._join(tensors)
+        return self._join([to_device(output, self.device) for output in outputs])
 
     def _fits(self, tensor: Tensor, first: Tensor) -> bool:
         """Return whether tensors can be put together: they may differ in the dimension of the samples."""
@@ -111,8 +108,7 @@ class _Gatherer:
         # The shapes of sparse and nested tensors are left to torch.
         if tensor.layout != torch.strided:
             return True
-        shape = self._shape_of_sample(tensor)
-        return shape == self._shape_of_sample(first)
+        return self._shape_of_sample(tensor) == self._shape_of_sample(first)
 
     def _shape_of_sample(self, tensor: Tensor) -> list[int]:
         shape = list(tensor.shape)
@@ -137,8 +133,7 @@ class _Gatherer:
         if self.weights is None or first.dtype is torch.bool:
             return torch.stack(tensors)
         if not first.is_floating_point():
-            stacked = torch.stack(tensors)
-            return stacked.sum(dtype=first.dtype)
+            return torch.stack(tensors).sum(dtype=first.dtype)
         mean, _ = weighted_mean(tensors, self.weights, self.device)
         # Without any weight there is no mean.
         if mean is None:
@@ -155,8 +150,7 @@ class _Gatherer:
         results = []
         for key in first:
             values = [output[key] for output in outputs]
-            result = self.gather(values, f"{path}[{key!r}]")
-            results.append(result)
+            results.append(self.gather(values, f"{path}[{key!r}]"))
         return rebuild(first, results)
 
     def _sequences(self, outputs: Sequence[Any], path: str) -> Any:
@@ -169,8 +163,7 @@ class _Gatherer:
         results = []
         columns = zip(*outputs, strict=True)
         for index, values in enumerate(columns):
-            result = self.gather(values, f"{path}[{index}]")
-            results.append(result)
+            results.append(self.gather(values, f"{path}[{index}]"))
         return rebuild(first, results)
 
     def _dataclasses(self, outputs: Sequence[Any], path: str) -> Any:
@@ -181,8 +174,7 @@ class _Gatherer:
         results = []
         for field in fields(first):
             values = [getattr(output, field.name) for output in outputs]
-            result = self.gather(values, f"{path}.{field.name}")
-            results.append(result)
+            results.append(self.gather(values, f"{path}.{field.name}"))
         return rebuild(first, results)
 
     def _arrays(self, outputs: Sequence[Any], path: str) -> Any:
@@ -264,8 +256,7 @@ def _different(outputs: Sequence[Any], path: str = "") -> StepError:
     place = f" at {path}" if path else ""
     descriptions = []
     for number, output in enumerate(outputs, start=1):
-        description = _described(output)
-        descriptions.append(f"part {number}: {description}")
+        descriptions.append(f"part {number}: {_described(output)}")
     parts = "; ".join(descriptions)
     return StepError(
         f"The parts of a batch returned different structures{place}: {parts}. A step must return the"
@@ -316,8 +307,7 @@ def _same(value: Any, first: Any) -> bool:
 def _described(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, Tensor):
-        shape = list(value.shape)
-        return f"a tensor of shape {shape}"
+        return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, Mapping):
         return f"a {kind} with keys {list(value)}"
     if isinstance(value, (tuple, list)):

@@ -172,8 +172,7 @@ class SharedBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Immediately, not with the first batch: some samplers draw their order here.
-        steps: Iterator[list[Any]] = iter(self.batch_sampler)
-        return self._parts(steps)
+        return self._parts(iter(self.batch_sampler))
 
     def _parts(self, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:
         for step_number, step in enumerate(steps):
@@ -235,12 +234,10 @@ class BatchesInTurn(Sampler[Any]):
         self.sampler = sampler_with_epochs(batches)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batch_sampler)
-        return islice(batches, self.rank, None, self.processes)
+        return islice(iter(self.batch_sampler), self.rank, None, self.processes)
 
     def __len__(self) -> int:
-        count = len(self.batch_sampler)
-        return len(range(self.rank, count, self.processes))
+        return len(range(self.rank, len(self.batch_sampler), self.processes))
 
 
 class Collate:

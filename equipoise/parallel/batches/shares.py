@@ -215,8 +215,7 @@ class DeviceTimes:
 
         # 3. Otherwise the least-squares line through the origin.
         products = _dot(sizes, times)
-        squares = _dot(sizes, sizes)
-        slope = products / squares
+        slope = products / _dot(sizes, sizes)
         return 0.0, max(slope, 1e-12)
 
     def noise(self) -> list[float]:
@@ -225,22 +224,18 @@ class DeviceTimes:
         for runs in self._runs_by_size().values():
             shortest = min(runs)
             if len(runs) > 1 and shortest > 0:
-                spread = max(runs) / shortest - 1
-                spreads.append(spread)
+                spreads.append(max(runs) / shortest - 1)
         return spreads
 
     def _runs_by_size(self) -> dict[int, list[float]]:
         runs: dict[int, list[float]] = {}
         for size, seconds in self.measured:
-            runs_of_size = runs.setdefault(size, [])
-            runs_of_size.append(seconds)
+            runs.setdefault(size, []).append(seconds)
         return runs
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    pairs = zip(left, right, strict=True)
-    products = [a * b for a, b in pairs]
-    return sum(products)
+    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def finish_together(batch_size: int, devices: Sequence[DeviceTimes]) -> list[int]:
@@ -291,8 +286,7 @@ def _seconds(sizes: Sequence[int], lines: Sequence[Line]) -> float:
     pairs = zip(sizes, lines, strict=True)
     for size, (base, per_sample) in pairs:
         if size:
-            seconds = base + size * per_sample
-            slowest = max(slowest, seconds)
+            slowest = max(slowest, base + size * per_sample)
     return slowest
 
 
@@ -330,8 +324,7 @@ def _quickest_sizes(
 
     def end_with_one_more(index: int) -> float:
         base, per_sample = lines[index]
-        size = sizes[index] + 1
-        return base + size * per_sample
+        return base + (sizes[index] + 1) * per_sample
 
     while sum(sizes) < batch_size:
         with_room = []

@@ -120,8 +120,7 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
         StepError: If it holds a packed sequence, whose tensors are ordered by step and not by sample.
     """
     if isinstance(batch, Tensor) and batch.ndim:
-        views = torch.split(batch, list(sizes), dim)
-        return list(views)
+        return list(torch.split(batch, list(sizes), dim))
     if isinstance(batch, PackedSequence):
         raise StepError(
             "A batch must be cut into parts, but it holds a PackedSequence, which is ordered by step and not by sample."
@@ -138,8 +137,7 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     parts = []
     for index in range(len(sizes)):
         part_items = [item_parts[index] for item_parts in items_in_parts]
-        part = rebuild(batch, part_items)
-        parts.append(part)
+        parts.append(rebuild(batch, part_items))
     return parts
 
 
@@ -224,8 +222,7 @@ class Splitter:
         return size
 
     def _unknown_size(self, batch: Any) -> StepError:
-        reason = why_not(batch, self.dim, "A batch")
-        return StepError(reason + _WAY_OUT)
+        return StepError(why_not(batch, self.dim, "A batch") + _WAY_OUT)
 
     def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cut a batch into parts.
@@ -256,8 +253,7 @@ def _method(module: Any, name: str, arguments: int) -> Callable[..., Any] | None
     if not callable(method):
         return None
     try:
-        signature = inspect.signature(method)
-        signature.bind(*range(arguments))
+        inspect.signature(method).bind(*range(arguments))
     except TypeError:
         return None
     return method  # type: ignore[no-any-return]
@@ -281,13 +277,11 @@ def why_not(
     for path, tensor in entries_of(batch):
         # A tensor without dimensions belongs to every part, so it is no obstacle.
         if tensor.ndim > dim:
-            length = tensor.size(dim)
-            lengths.append(f"{name}{path} is of length {length}")
+            lengths.append(f"{name}{path} is of length {tensor.size(dim)}")
         elif tensor.ndim:
             lengths.append(f"{name}{path} has {tensor.ndim} dimensions")
     if not lengths:
-        kind = type(batch).__name__
-        return f"{what} must be cut into parts, but there is no tensor in this {kind}."
+        return f"{what} must be cut into parts, but there is no tensor in this {type(batch).__name__}."
     text = _listed(lengths)
     if holds_samples(batch):
         return (

@@ -60,15 +60,13 @@ class AccumulationWindow:
         """Σw of the parts so far, never rounded to the dtype of a weight."""
         if not self._equal_parts:
             return self._unequal_weight
-        reference = self._reference or 0
-        equal_weight = self._equal_parts * reference
+        equal_weight = self._equal_parts * (self._reference or 0)
         return equal_weight + self._unequal_weight
 
     def total_with(self, weight: Weight) -> Weight:
         """Return Σw of the parts so far and of one more part of this weight."""
         if isinstance(weight, Tensor):
-            dtype = wide_dtype(weight.device)
-            weight = weight.detach().to(dtype)
+            weight = weight.detach().to(wide_dtype(weight.device))
             return self.total + weight
         reference = self._reference
         if isinstance(reference, Tensor) or weight != reference:
@@ -109,8 +107,7 @@ class AccumulationWindow:
             The factor. None stands for 1.
         """
         if isinstance(weight, Tensor):
-            dtype = wide_dtype(weight.device)
-            weight = weight.detach().to(dtype)
+            weight = weight.detach().to(wide_dtype(weight.device))
         reference = self._reference
         if reference is None:
             reference = self._first_reference(weight)
@@ -134,8 +131,7 @@ class AccumulationWindow:
             weight = weight * batch_size / size
         # Processes exchange a Python number: the weights of other processes may be of another type.
         if self.sync_reference is not None:
-            number = float(weight) or 1.0
-            return self.sync_reference(number)
+            return self.sync_reference(float(weight) or 1.0)
         # A reference of 0 would divide by 0.
         if isinstance(weight, Tensor):
             return torch.where(weight > 0, weight, 1)
@@ -161,9 +157,8 @@ class AccumulationWindow:
             nominal: Weight = parts
             if reference is not None:
                 nominal = parts * reference
-            factor = _divide(nominal, total)
             # Without any weight all gradients are 0 and stay 0.
-            return torch.where(total > 0, factor, 0)
+            return torch.where(total > 0, _divide(nominal, total), 0)
         if reference is None or not total:
             return None
         nominal = parts * reference
@@ -241,8 +236,7 @@ def weighted_mean(
         if value is None:
             continue
         if isinstance(weight, Tensor):
-            dtype = wide_dtype(weight.device)
-            weight = weight.detach().to(device, dtype)
+            weight = weight.detach().to(device, wide_dtype(weight.device))
             parts.append((value, weight))
         elif weight:
             parts.append((value, weight))
@@ -257,8 +251,7 @@ def weighted_mean(
     # 3. The sum of all values, each multiplied by its share of the total.
     mean: Tensor | None = None
     for value, weight in parts:
-        share = _share(weight, total, value.dtype)
-        term = value.to(device) * share
+        term = value.to(device) * _share(weight, total, value.dtype)
         if mean is None:
             mean = term
         else:

@@ -49,8 +49,7 @@ class WholeSteps(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Immediately, not with the first batch: some samplers draw their order here.
-        batches: Iterator[list[Any]] = iter(self.batch_sampler)
-        return self._steps(batches)
+        return self._steps(iter(self.batch_sampler))
 
     def _steps(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         while True:
@@ -114,13 +113,11 @@ class AgreedOrder(Sampler[Any]):
         self.agree = agree
 
     def __iter__(self) -> Iterator[Any]:
-        items: Iterator[Any] = iter(self.sampler)
-        return self._agreed(items)
+        return self._agreed(iter(self.sampler))
 
     def _agreed(self, items: Iterator[Any]) -> Iterator[Any]:
         # Every process draws, so that its generators advance as those of a single process would.
-        order = list(items)
-        yield from self.agree(order)
+        yield from self.agree(list(items))
 
     def __len__(self) -> int:
         return len(self.sampler)

@@ -67,8 +67,7 @@ def agree_to_end(rank: int, size: int, device: torch.device, batch: int, window:
 
     # 3. Compare with the end, or stop waiting for it.
     if store.check([_END]):
-        end = int(store.get(_END))
-        return batch >= end
+        return batch >= int(store.get(_END))
     seconds, batches = _elapsed(store, key, batch)
     return seconds > _ALONE_AFTER and batches > _ALONE_AFTER_WINDOWS * window
 
@@ -76,9 +75,7 @@ def agree_to_end(rank: int, size: int, device: torch.device, batch: int, window:
 def _elapsed(store: Store, key: str, batch: int) -> tuple[float, int]:
     """Return the seconds and the batches since this process was signalled."""
     signal_time, signal_batch = store.get(key).split()
-    seconds = time.monotonic() - float(signal_time)
-    batches = batch - int(signal_batch)
-    return seconds, batches
+    return time.monotonic() - float(signal_time), batch - int(signal_batch)
 
 
 # Steps for which only some processes have a batch

@@ -94,8 +94,7 @@ class ConnectedProcesses(Processes):
 
 def _reduce_tensor(tensor: Tensor, device: torch.device, group: Any, reduce_op: Any) -> Tensor:
     """Return the reduction of a tensor over all processes; also by torch's operation of that name."""
-    operation = getattr(reduce_op, "name", reduce_op) or "mean"
-    name = str(operation).lower()
+    name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
     reduced = tensor.detach().to(device, copy=True)
     dist.all_reduce(reduced, _OPERATIONS[name], group=group)
     # Not each backend computes means, so the sum is divided here.

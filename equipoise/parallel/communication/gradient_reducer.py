@@ -39,15 +39,13 @@ class _Bucket:
         # 1. Allocate the flat tensor.
         sizes = [parameter.numel() for parameter in parameters]
         tail_size = len(parameters) + 1
-        flat_size = sum(sizes) + tail_size
-        self.flat = torch.zeros(flat_size, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(sum(sizes) + tail_size, dtype=first.dtype, device=first.device)
 
         # 2. Divide it into a view of each gradient's shape, and the tail.
         *segments, self.tail = torch.split(self.flat, [*sizes, tail_size])
         self.views = []
         for segment, parameter in zip(segments, parameters, strict=True):
-            view = segment.view(parameter.shape)
-            self.views.append(view)
+            self.views.append(segment.view(parameter.shape))
         # The tail of a process that has all gradients.
         self.full_tail = torch.ones_like(self.tail)
         self.weight: Weight = 1
@@ -94,8 +92,7 @@ class _Bucket:
             for view in empty_views:
                 view.zero_()
             counts = [float(parameter.grad is not None) for parameter in self.parameters]
-            counts_on_cpu = torch.tensor(counts)
-            counts_on_device = counts_on_cpu.to(tail)
+            counts_on_device = torch.tensor(counts).to(tail)
             weight = tail[-1:]
             tail = torch.cat([counts_on_device, weight])
 
@@ -167,8 +164,7 @@ class GradientReducer:
         on_gradient: Callable[[], None] | None = None,
     ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        bucket_size = int(bucket_megabytes * 2**20)
-        groups = _group_into_buckets(trainable, bucket_size)
+        groups = _group_into_buckets(trainable, int(bucket_megabytes * 2**20))
         self._buckets = [_Bucket(group) for group in groups]
         self._handles: list[Any] = []
         self._on_gradient = on_gradient
@@ -193,8 +189,7 @@ class GradientReducer:
             for index, parameter in enumerate(bucket.parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
                 hook = partial(self._ready, bucket, index)
-                handle = register(hook)
-                self._handles.append(handle)
+                self._handles.append(register(hook))
 
     def _first_wide_bucket(self) -> _Bucket | None:
         for bucket in self._buckets:
@@ -334,5 +329,4 @@ def _group_into_buckets(parameters: Sequence[nn.Parameter], bucket_size: int) ->
 
 
 def _can_share_bucket(first: nn.Parameter, second: nn.Parameter) -> bool:
-    has_same_dtype = first.dtype == second.dtype
-    return has_same_dtype and first.device == second.device
+    return first.dtype == second.dtype and first.device == second.device

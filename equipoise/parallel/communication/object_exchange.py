@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 def exchange_number(number: int) -> list[int]:
     """Return the numbers of all processes, in the order of their ranks."""
-    here = torch.tensor([number])
-    received = _all_gather(here, host_group())
+    received = _all_gather(torch.tensor([number]), host_group())
     return [int(item) for item in received]
 
 
@@ -37,8 +36,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     content = _encode(value, _device_of(group))
 
     # 1. Exchange the lengths, since a collective needs tensors of equal size.
-    lengths = _all_gather(_length_of(content), group)
-    sizes = [int(length) for length in lengths]
+    sizes = [int(length) for length in _all_gather(_length_of(content), group)]
 
     # 2. Exchange the contents, padded to the longest, and decode each without its padding.
     padded = content.new_zeros(max(sizes))
@@ -83,8 +81,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which the group exchanges tensors."""
     backend = dist.get_backend(group)
     if backend == "nccl":
-        index = torch.cuda.current_device()
-        return torch.device("cuda", index)
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
@@ -96,10 +93,8 @@ def _length_of(content: Tensor) -> Tensor:
 def _encode(value: Any, device: torch.device) -> Tensor:
     # The tensor shares the memory of the bytes, which must be writable.
     data = bytearray(dumps(value))
-    content = torch.frombuffer(data, dtype=torch.uint8)
-    return content.to(device)
+    return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
 def _decode(content: Tensor) -> Any:
-    data = content.cpu().numpy().tobytes()
-    return loads(data)
+    return loads(content.cpu().numpy().tobytes())

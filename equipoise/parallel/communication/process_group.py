@@ -125,8 +125,7 @@ def joined(
         cleanup.enter_context(_registered(column_store))
         yield store
         # 2. Wait for all, so that no process leaves while another still exchanges with it.
-        device_ids = [device.index or 0] if backend == "nccl" else None
-        dist.barrier(device_ids=device_ids)
+        dist.barrier(device_ids=[device.index or 0] if backend == "nccl" else None)
     dist.destroy_process_group()
 
 

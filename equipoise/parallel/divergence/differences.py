@@ -39,11 +39,8 @@ def summary(digests: Digests) -> dict[str, str]:
     texts = {}
     for part, values in digests.items():
         # The order of names does not count.
-        items = sorted(values.items())
-        content = repr(items)
-        encoded = content.encode()
-        digest = hashlib.sha256(encoded)
-        texts[part] = digest.hexdigest()
+        content = repr(sorted(values.items()))
+        texts[part] = hashlib.sha256(content.encode()).hexdigest()
     return texts
 
 
@@ -79,9 +76,7 @@ def differences(digests: Sequence[Digests]) -> Iterator[Difference]:
         for name in names:
             groups: dict[int | None, list[int]] = {}
             for rank, values in of_part.items():
-                value = values.get(name)
-                group = groups.setdefault(value, [])
-                group.append(rank)
+                groups.setdefault(values.get(name), []).append(rank)
             if len(groups) > 1:
                 by_size = list(groups.values())
                 by_size.sort(key=len, reverse=True)
@@ -122,5 +117,4 @@ def _ranks(ranks: Sequence[int]) -> str:
     *before, last = map(str, ranks)
     if not before:
         return f"rank {last}"
-    listed = ", ".join(before)
-    return f"ranks {listed} and {last}"
+    return f"ranks {', '.join(before)} and {last}"

@@ -49,8 +49,7 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
     factors = empty.new_empty(0)
     for chunk in _chunks(tensors):
         # 1. The bytes as integers, and a factor for each place.
-        pieces = [content for _, content in chunk]
-        lanes, lengths = _lanes(pieces)
+        lanes, lengths = _lanes([content for _, content in chunk])
         count = lanes.numel()
         if factors.numel() < count or factors.device != lanes.device:
             factors = torch.arange(count, device=lanes.device)
@@ -98,8 +97,7 @@ def _pieces(tensor: Tensor, limit: int) -> Sequence[Tensor]:
     values = tensor.resolve_conj()
     values = values.resolve_neg()
     values = values.contiguous()
-    flat = values.reshape(-1)
-    content = flat.view(torch.uint8)
+    content = values.reshape(-1).view(torch.uint8)
     length = content.numel()
     if length == 0:
         return []
@@ -131,8 +129,7 @@ def _lanes(pieces: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
             padded.append(zeros[:missing])
         size = length + missing
         lengths.append(size // _LANE)
-    content = torch.cat(padded)
-    return content.view(torch.int64), lengths
+    return torch.cat(padded).view(torch.int64), lengths
 
 
 def _sums(lanes: Tensor, lengths: list[int], factors: Tensor) -> Tensor:
@@ -143,7 +140,5 @@ def _sums(lanes: Tensor, lengths: list[int], factors: Tensor) -> Tensor:
     terms *= factors
     # Integers overflow without a loss, so differences of the running sum are exact.
     running = terms.cumsum(0)
-    parts = torch.split(running, lengths)
-    ends = torch.stack([part[-1] for part in parts])
-    start = running.new_zeros(1)
-    return ends.diff(prepend=start)
+    ends = torch.stack([part[-1] for part in torch.split(running, lengths)])
+    return ends.diff(prepend=running.new_zeros(1))

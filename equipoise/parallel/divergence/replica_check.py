@@ -44,8 +44,7 @@ class _Note(NamedTuple):
         digests: Digests = {}
         values = self.digests.tolist()
         for (part, name), value in zip(self.keys, values, strict=True):
-            of_part = digests.setdefault(part, {})
-            of_part[name] = value
+            digests.setdefault(part, {})[name] = value
         return digests
 
 
@@ -94,13 +93,9 @@ class ReplicaCheck:
             for name, tensor in parameters.items():
                 if not has_digest(tensor):
                     continue
-                kind = kind_of(tensor.device)
-                key = (f"{part} on {kind}", name)
-                keys.append(key)
+                keys.append((f"{part} on {kind_of(tensor.device)}", name))
                 tensors.append(tensor)
-        digests = digests_of(tensors)
-        note = _Note(step, keys, digests)
-        self._notes.append(note)
+        self._notes.append(_Note(step, keys, digests_of(tensors)))
 
     def compare_noted(self) -> None:
         """Compare what was noted, and wait for it.
@@ -124,16 +119,14 @@ class ReplicaCheck:
         states = self._read_notes()
         if buffers and self._first_buffers:
             changes = self._changes_of_buffers()
-            state = _State({_BUFFERS: changes}, self._buffers_agreed_step, step)
-            states.append(state)
+            states.append(_State({_BUFFERS: changes}, self._buffers_agreed_step, step))
             self._buffers_agreed_step = step
         self._compare(states)
 
     def _read_notes(self) -> list[_State]:
         states = []
         for note in self._notes:
-            state = _State(note.read(), self._agreed_step, note.step)
-            states.append(state)
+            states.append(_State(note.read(), self._agreed_step, note.step))
             self._agreed_step = note.step
         self._notes = []
         return states
@@ -146,8 +139,7 @@ class ReplicaCheck:
             # A buffer that the run has added or enlarged counts as unchanged.
             first = self._first_buffers.get(key, digest)
             name, _ = key
-            label = f"the buffer {name}"
-            changes[label] = int(digest != first)
+            changes[f"the buffer {name}"] = int(digest != first)
         return changes
 
     def _digests_of_buffers(self) -> dict[tuple[str, torch.Size], int]:
@@ -158,22 +150,19 @@ class ReplicaCheck:
         for name, buffer in replicated.buffers.items():
             if not has_digest(buffer):
                 continue
-            key = (name, buffer.shape)
-            keys.append(key)
+            keys.append((name, buffer.shape))
             buffers.append(buffer)
         digests: list[int] = digests_of(buffers).tolist()
         return dict(zip(keys, digests, strict=True))
 
     def _compare(self, states: list[_State]) -> None:
-        here = [summary(state.digests) for state in states]
-        of_all = self._processes.gather_objects(here)
+        of_all = self._processes.gather_objects([summary(state.digests) for state in states])
         for number, state in enumerate(states):
             summaries = [of_rank[number] for of_rank in of_all]
             if agree(summaries):
                 continue
             # All processes come here, since all have the same summaries.
-            digests = self._processes.gather_objects(state.digests)
-            differing = list(differences(digests))
+            differing = list(differences(self._processes.gather_objects(state.digests)))
             raise divergence_error(differing, state.agreed, state.now)
 
 
@@ -184,6 +173,5 @@ def kind_of(device: torch.device) -> str:
     if device.type == "cpu":
         # Threads share out the elements of a tensor; the last ones of each share may be rounded differently.
         capability = torch.backends.cpu.get_cpu_capability()
-        threads = torch.get_num_threads()
-        return f"{capability} with {threads} threads"
+        return f"{capability} with {torch.get_num_threads()} threads"
     return device.type

@@ -45,8 +45,7 @@ def reduce_module_or_function(value: Any) -> Reduced:
 
 
 def _reduce_module(module: nn.Module) -> Reduced:
-    attributes = vars(module)
-    compiled = attributes.get(_CALL)
+    compiled = vars(module).get(_CALL)
     if parametrize.is_parametrized(module):
         return _reduce_parametrised_module(module, compiled)
     if compiled is not None:
@@ -85,8 +84,7 @@ def _reduce_function(function: FunctionType) -> Reduced:
     compiler = _compiler_of(function)
     if compiler is None:
         return NotImplemented
-    original = getattr(function, _ORIGINAL)
-    return _compile, (compiler, original)
+    return _compile, (compiler, getattr(function, _ORIGINAL))
 
 
 def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -94,10 +92,8 @@ def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Modul
     pattern = kind.__new__(kind)
     nn.Module.__init__(pattern)
     for name in names:
-        parameter = nn.Parameter(torch.empty(0))
-        pattern.register_parameter(name, parameter)
-        parametrization = nn.Identity()
-        parametrize.register_parametrization(pattern, name, parametrization)
+        pattern.register_parameter(name, nn.Parameter(torch.empty(0)))
+        parametrize.register_parametrization(pattern, name, nn.Identity())
     derived = type(pattern)
     return derived.__new__(derived)
 
@@ -107,8 +103,7 @@ def _set_state(module: nn.Module, content: Content) -> None:
     write_state: Any = kind.__setstate__
     write_state(module, state)
     if compiled is not None:
-        attributes = vars(module)
-        attributes[_CALL] = compiled
+        vars(module)[_CALL] = compiled
 
 
 def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> Reduced:

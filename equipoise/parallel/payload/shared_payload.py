@@ -124,8 +124,7 @@ class SharedPayload:
 
     def __reduce__(self) -> Any:
         """Duplicate the descriptor for a process that is being started; pickling at another time fails."""
-        duplicate = reduction.DupFd(self.descriptor)
-        return _receive, (duplicate,)
+        return _receive, (reduction.DupFd(self.descriptor),)
 
 
 def _receive(duplicate: Any) -> SharedPayload:
@@ -199,5 +198,4 @@ def loads(content: bytes, shared_objects: Sequence[Any] = ()) -> Any:
     Raises:
         WorkerError: If a process outside of this run has written the bytes.
     """
-    file = io.BytesIO(opened(content))
-    return Unpickler(file, shared_objects, None).load()
+    return Unpickler(io.BytesIO(opened(content)), shared_objects, None).load()

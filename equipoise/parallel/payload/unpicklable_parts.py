@@ -62,23 +62,20 @@ def _path(chain: list[Any], names: list[str]) -> str:
         if not _is_internal(holder):
             start = index
             break
-    names_behind_start = names[start + 1 :]
-    path = "".join(names_behind_start)
+    path = "".join(names[start + 1 :])
     first = chain[start]
     if isinstance(first, type):
         return f"{first.__name__}{path}"
     # A module's registered objects read as attributes: `._modules['head']` becomes `.head`.
     path = _REGISTERED.sub(r".\1", path)
-    kind = type(first)
-    return f"{kind.__name__}{path}"
+    return f"{type(first).__name__}{path}"
 
 
 def _is_internal(value: Any) -> bool:
     """Return True for an object that only carries the user's objects."""
     if isinstance(value, _CONTAINERS):
         return True
-    kind = type(value)
-    package, _, _ = kind.__module__.partition(".")
+    package, _, _ = type(value).__module__.partition(".")
     return package == "equipoise"
 
 
@@ -123,8 +120,7 @@ def _as_attributes(values: dict[str, Any]) -> list[Part]:
 def _parts_of_object(value: Any) -> list[Part]:
     """Return the attributes of an object, those in slots included, and its class."""
     # 1. Attributes.
-    attributes = getattr(value, "__dict__", {})
-    parts = _as_attributes(attributes)
+    parts = _as_attributes(getattr(value, "__dict__", {}))
     # 2. Slots, which may be empty.
     kind = type(value)
     slots = {}
@@ -162,8 +158,7 @@ def explain(value: Any, error: Exception) -> str:
     """Return a message that names the part which cannot be pickled."""
     path, part = find_unpicklable(value)
     path = path.removeprefix("Request.")
-    kind = type(part)
-    name = kind.__name__
+    name = type(part).__name__
     subject = f"A {name}"
     if path != name:
         subject = f"{path} is a {name}, which"

@@ -89,8 +89,7 @@ def _reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         sums: list[Tensor] = comm.reduce_add_coalesced(columns, root.index)  # type: ignore[no-untyped-call]
         return _as_sent(sums, first)
     for column in rest:
-        moved = [to_device(tensor, root) for tensor in column]
-        foreach.add_(list(first), moved)
+        foreach.add_(list(first), [to_device(tensor, root) for tensor in column])
     return first
 
 
@@ -117,5 +116,4 @@ def _are_distinct(devices: Sequence[torch.device]) -> bool:
     types = {device.type for device in devices}
     if types != {"cuda"}:
         return False
-    distinct = set(devices)
-    return len(distinct) == len(devices)
+    return len(set(devices)) == len(devices)

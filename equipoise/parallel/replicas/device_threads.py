@@ -56,8 +56,7 @@ class ThreadState(NamedTuple):
         autocast = []
         for device_type in device_types:
             enabled = torch.is_autocast_enabled(device_type)
-            dtype = torch.get_autocast_dtype(device_type)
-            autocast.append((device_type, enabled, dtype))
+            autocast.append((device_type, enabled, torch.get_autocast_dtype(device_type)))
         state = cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -67,8 +66,7 @@ class ThreadState(NamedTuple):
         )
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return state
-        device_count = torch.cuda.device_count()
-        streams = [torch.cuda.current_stream(index) for index in range(device_count)]
+        streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
         return state._replace(
             cuda_device=torch.cuda.current_device(),
             cuda_streams=tuple(streams),
@@ -125,8 +123,7 @@ class DeviceThreads:
         device_types = {"cpu"}
         for device in devices:
             device_types.add(device.type)
-        autocast_types = filter(torch.amp.is_autocast_available, device_types)
-        self._autocast_types = tuple(autocast_types)
+        self._autocast_types = tuple(filter(torch.amp.is_autocast_available, device_types))
         self._pool: ThreadPoolExecutor | None = None
         # The calling thread runs the work of the first device.
         workers = len(set(devices)) - 1
@@ -151,8 +148,7 @@ class DeviceThreads:
         by_device: dict[torch.device, list[int]] = {}
         for position, (index, _) in enumerate(functions):
             device = self.devices[index]
-            positions = by_device.setdefault(device, [])
-            positions.append(position)
+            by_device.setdefault(device, []).append(position)
 
         def work(device: torch.device, positions: list[int]) -> None:
             for position in positions:
@@ -163,8 +159,7 @@ class DeviceThreads:
                 except BaseException as error:
                     failed[device] = index
                     number = position + 1
-                    count = len(functions)
-                    error.add_note(f"This was part {number} of {count} of the batch, on {device}.")
+                    error.add_note(f"This was part {number} of {len(functions)} of the batch, on {device}.")
                     raise
 
         # 2. Other threads begin, in the state of this one.

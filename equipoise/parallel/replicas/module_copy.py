@@ -161,8 +161,7 @@ class ModuleCopy:
         return copied
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        copied = torch.empty_like(tensor, device=self.device)
-        return copied.copy_(tensor)
+        return torch.empty_like(tensor, device=self.device).copy_(tensor)
 
     def _copy_metric(self, module: nn.Module) -> nn.Module:
         """Copy a metric or a collection of metrics. They gather values in attributes, so copies share nothing."""

@@ -32,8 +32,7 @@ class ModuleStructure:
             self._registered.append(children_of(module))
         values = map(dict.values, self._registered)
         self._objects = list(chain.from_iterable(values))
-        lengths = map(len, self._registered)
-        self._lengths = list(lengths)
+        self._lengths = list(map(len, self._registered))
 
         # Dictionaries of buffers, which are compared by name: steps may replace a buffer.
         self._buffers = [buffers_of(module) for module in modules]
@@ -55,8 +54,7 @@ class ModuleStructure:
             return True
         if self._buffer_names is None:
             return any(self._buffers)
-        names = _names_of(self._buffers)
-        return names != self._buffer_names
+        return _names_of(self._buffers) != self._buffer_names
 
 
 def _names_of(buffers: list[Buffers]) -> list[str]:

@@ -87,8 +87,7 @@ class Replicas:
                     replica.load_parameters(tensors)
             stale = [replica for replica in replicas if replica.has_stale_buffers()]
             if stale:
-                buffers = stale[0].buffers()
-                values = self._broadcast(buffers, stale)
+                values = self._broadcast(stale[0].buffers(), stale)
                 for replica, tensors in zip(stale, values, strict=True):
                     replica.load_buffers(tensors)
         for replica in replicas:
@@ -96,8 +95,7 @@ class Replicas:
 
     @staticmethod
     def _broadcast(tensors: Sequence[Tensor], replicas: Sequence[Replica]) -> list[Sequence[Tensor]]:
-        devices = [replica.device for replica in replicas]
-        return coalesced.broadcast(tensors, devices)
+        return coalesced.broadcast(tensors, [replica.device for replica in replicas])
 
     def _current_replica(self, index: int) -> Replica:
         """Return the replica of a device. It is made if none exists or if the module's structure has changed."""
@@ -136,8 +134,7 @@ class Replicas:
             return
 
         # 1. The copies of parameters are replaced by tensors of the graph.
-        copies = [replica.copies for replica in replicas]
-        connected = connect(replicas[0].sources, copies)
+        connected = connect(replicas[0].sources, [replica.copies for replica in replicas])
         for replica, tensors in zip(replicas, connected, strict=True):
             replica.use(tensors)
 

@@ -199,8 +199,7 @@ def _describe(tensor: SavedTensor) -> dict[str, Any]:
 
 def _check_sum(content: Any) -> int:
     """Return the check sum of plain data, which does not depend on the order of keys."""
-    text = json.dumps(content, sort_keys=True)
-    return zlib.crc32(text.encode())
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 # Reading

@@ -254,8 +254,7 @@ def _metadata_of(saved: SavedTensor) -> TensorStorageMetadata:
     chunks = []
     for chunk in saved.chunks:
         offsets = torch.Size(chunk.offsets)
-        sizes = torch.Size(chunk.sizes)
-        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
     properties = TensorProperties(dtype=saved.dtype)
     return TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
 

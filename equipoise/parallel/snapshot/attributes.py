@@ -49,8 +49,7 @@ class Attributes:
         """Note the present values."""
         self._values = []
         for holder in self._holders:
-            namespace = self._namespace_of(holder)
-            self._values.append(dict(namespace))
+            self._values.append(dict(self._namespace_of(holder)))
 
     def first_change(self) -> tuple[Any, str] | None:
         """Return the first object with a name that is new or names another object than at the mark, and that name.
@@ -118,8 +117,7 @@ class Containers:
         """Note the present contents."""
         self._contents = []
         for container in self._containers:
-            content = container.copy()
-            self._contents.append(content)
+            self._contents.append(container.copy())
 
     def restore(self) -> None:
         """Restore the contents. The containers remain the same objects."""

@@ -54,8 +54,7 @@ class BatchContents:
         """Return the present contents of the same containers, also of those that were removed from the batch."""
         present = BatchContents(None)
         for container, _ in self._contents:
-            items = _items_of(container)
-            present._contents.append((container, items))
+            present._contents.append((container, _items_of(container)))
         return present
 
 
@@ -100,10 +99,7 @@ def _fill(container: Any, items: list[Any]) -> None:
     if isinstance(container, MutableMapping):
         container.clear()
         half = len(items) // 2
-        keys = items[:half]
-        values = items[half:]
-        pairs = zip(keys, values, strict=True)
-        for key, value in pairs:
+        for key, value in zip(items[:half], items[half:], strict=True):
             container[key] = value
     elif isinstance(container, (list, deque)):
         container.clear()

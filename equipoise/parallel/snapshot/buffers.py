@@ -52,8 +52,7 @@ class Buffers:
         """Note the present buffers and their values."""
         if not self._names:
             return
-        present_buffers = map(getitem, self._owners, self._names)
-        buffers: list[Tensor] = list(present_buffers)
+        buffers: list[Tensor] = list(map(getitem, self._owners, self._names))
         has_new_count = len(buffers) != len(self._buffers)
         if has_new_count or any(map(is_not, buffers, self._buffers)):
             self._groups = _grouped(buffers)
@@ -106,8 +105,7 @@ class _BufferGroup:
         }
         self._join = joins.get(ndim)
         if self._join is None:
-            copies = map(torch.empty_like, members)
-            self._copies = list(copies)
+            self._copies = list(map(torch.empty_like, members))
             return
 
         # 3. Small ones in one tensor, of which the copies are views.
@@ -115,8 +113,7 @@ class _BufferGroup:
         if ndim == 0:
             views = self._joined.unbind()
         else:
-            sizes = [member.numel() for member in members]
-            views = torch.split(self._joined, sizes)
+            views = torch.split(self._joined, [member.numel() for member in members])
         self._copies = list(views)
 
     def mark(self, buffers: list[Tensor]) -> None:
@@ -129,8 +126,7 @@ class _BufferGroup:
 
     def restore(self, buffers: list[Tensor]) -> None:
         """Copy the values back."""
-        members = self._members(buffers)
-        foreach.copy_(members, self._copies)
+        foreach.copy_(self._members(buffers), self._copies)
 
 
 def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
@@ -138,16 +134,13 @@ def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
     # 1. Divide the buffers.
     indices_by_kind: dict[Kind, list[int]] = {}
     for index, buffer in enumerate(buffers):
-        ndim = min(buffer.ndim, 2)
-        kind = (ndim, buffer.dtype, buffer.device)
-        indices = indices_by_kind.setdefault(kind, [])
-        indices.append(index)
+        kind = (min(buffer.ndim, 2), buffer.dtype, buffer.device)
+        indices_by_kind.setdefault(kind, []).append(index)
     # 2. Allocate the copies.
     with torch.no_grad():
         groups = []
         for indices in indices_by_kind.values():
-            group = _BufferGroup(buffers, indices)
-            groups.append(group)
+            groups.append(_BufferGroup(buffers, indices))
     return groups
 
 
@@ -171,8 +164,7 @@ class NotedBuffer:
 
     def has_changed(self) -> bool:
         """Return True if the buffer was written to or replaced."""
-        module_buffers = buffers_of(self.module)
-        present_buffer = module_buffers.get(self.name)
+        present_buffer = buffers_of(self.module).get(self.name)
         if present_buffer is not self.buffer:
             return True
         present_version = _version_of(self.buffer)
@@ -190,8 +182,7 @@ def note_buffers(module: nn.Module) -> list[NotedBuffer]:
         values = None
         if buffer is not None:
             values = buffer.detach().clone()
-        note = NotedBuffer(module, name, buffer, version, values)
-        noted.append(note)
+        noted.append(NotedBuffer(module, name, buffer, version, values))
     return noted
 
 

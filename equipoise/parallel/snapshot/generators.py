@@ -61,8 +61,7 @@ def linked(holders: Iterable[Any]) -> Iterator[Any]:
         yield holder
         # A subset has a `dataset`, too.
         for link in _LINKS:
-            target = getattr(holder, link, None)
-            waiting.append(target)
+            waiting.append(getattr(holder, link, None))
         # The parts of a ConcatDataset.
         parts = getattr(holder, "datasets", None)
         if isinstance(parts, Mapping):
@@ -152,8 +151,7 @@ def _neighbours_of(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return [value.__self__]
     if isinstance(value, partial):
-        arguments = [*value.args, *value.keywords.values()]
-        return [value.func, *arguments]
+        return [value.func, *value.args, *value.keywords.values()]
     try:
         # Runs no property and no code of a proxy.
         attributes = object.__getattribute__(value, "__dict__")

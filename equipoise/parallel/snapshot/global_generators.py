@@ -152,5 +152,4 @@ def numpy_twister() -> tuple[Any, GlobalTwister]:
 
 
 def _numpy_state_has_spare(state: Any) -> bool:
-    spare = state.get("has_gauss")
-    return bool(spare)
+    return bool(state.get("has_gauss"))

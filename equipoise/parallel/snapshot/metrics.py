@@ -29,8 +29,7 @@ class Metrics:
         """Restore the states at the last mark. They are copied again, since they may be restored once more."""
         metrics = zip(self._metrics, self._states, strict=True)
         for metric, state in metrics:
-            restored = _copied(state)
-            restore_metric_state(metric, restored)
+            restore_metric_state(metric, _copied(state))
 
 
 def _state_of(metric: Metric) -> MetricState:
@@ -44,8 +43,7 @@ def _copied(state: MetricState) -> MetricState:
     copies: MetricState = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            detached = value.detach()
-            copies[name] = detached.clone()
+            copies[name] = value.detach().clone()
         elif isinstance(value, list):
             copies[name] = list(value)
         else:

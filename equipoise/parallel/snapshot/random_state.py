@@ -144,16 +144,13 @@ class RandomState:
     def _check(self) -> None:
         """Set the states of unused generators, which refuse states that are not valid."""
         # The global generators must not change: the state may be damaged.
-        torch_generator = torch.Generator()
-        torch_generator.set_state(self.cpu)
-        python_generator = random.Random()
-        python_generator.setstate(self.python)
+        torch.Generator().set_state(self.cpu)
+        random.Random().setstate(self.python)
         if self.numpy is not None:
             numpy_random = import_module("numpy.random")
             bit_generators = {name: getattr(numpy_random, name) for name in _GENERATORS_OF_NUMPY}
             bit_generator = bit_generators[self.numpy["bit_generator"]]
-            numpy_generator = numpy_random.RandomState(bit_generator())
-            numpy_generator.set_state(_arrays(self.numpy))
+            numpy_random.RandomState(bit_generator()).set_state(_arrays(self.numpy))
         # This machine may have no such device to try the state.
         device_states = list(self.cuda)
         if self.mps is not None:

@@ -113,8 +113,7 @@ def call_bounded(
         result = None
         result_file = folder / _RESULT
         if result_file.is_file():
-            content = result_file.read_bytes()
-            result = pickle.loads(content)  # noqa: S301 - from the process of the call
+            result = pickle.loads(result_file.read_bytes())  # noqa: S301 - from the process of the call
         output = ""
         output_file = folder / _OUTPUT
         if output_file.is_file():

@@ -79,8 +79,7 @@ def launch(
         # 1. Pack the function, with the settings of this process.
         key = new_key()
         job = Job.in_this_process(function, is_consequence, known)
-        layout = payload.pack(job)
-        task = Task(count, payload, layout, result, key)
+        task = Task(count, payload, payload.pack(job), result, key)
         with _received_signals() as signals:
             # 2. Start the workers. They must not run the user's script again.
             context = get_context("forkserver")

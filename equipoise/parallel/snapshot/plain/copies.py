@@ -46,8 +46,7 @@ def _copy(value: Any, device: torch.device, copies: Copies) -> Any:
     if kind is deque:
         return deque(map(copied_item, value), value.maxlen)
     if isinstance(value, dict):
-        items = {key: copied_item(item) for key, item in value.items()}
-        return _dictionary_like(value, items)
+        return _dictionary_like(value, {key: copied_item(item) for key, item in value.items()})
     # Numbers of numpy have a method `copy`, too.
     if isinstance(value, set | bytearray) or kind.__module__ == "numpy":
         return value.copy()

@@ -109,8 +109,7 @@ class Leaves:
             return
         # 2. So is a generator, which has a state that a file can hold.
         if is_generator(value):
-            state = pickle.dumps(generator_state(value))
-            yield Leaf(path, "generators", value, Content(state))
+            yield Leaf(path, "generators", value, Content(pickle.dumps(generator_state(value))))
             return
         # 3. An object is followed once, which also ends circles.
         if first_path is not path and not isinstance(value, _DESCRIBED):

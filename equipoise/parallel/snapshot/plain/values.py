@@ -137,8 +137,7 @@ class _PlainPickler(pickle.Pickler):
         # The reduced form below names this class, which is pickled as usual.
         if value is tuple:
             return NotImplemented
-        kind = type(value).__name__
-        return tuple, ((kind, self._parts_of(value)),)
+        return tuple, ((type(value).__name__, self._parts_of(value)),)
 
     def _parts_of(self, value: Any) -> Any:
         # 1. Tensors. Their elements are not read: that would wait for a device.

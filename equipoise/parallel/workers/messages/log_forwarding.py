@@ -47,10 +47,8 @@ def install(send: Send, levels: dict[str, int]) -> None:
         levels: Levels of the parent's loggers by name.
     """
     for name, level in levels.items():
-        logger = logging.getLogger(name)
-        logger.setLevel(level)
-    sender = _Sender(send)
-    logging.root.addHandler(sender)
+        logging.getLogger(name).setLevel(level)
+    logging.root.addHandler(_Sender(send))
 
 
 def hand_on(record: logging.LogRecord) -> None:

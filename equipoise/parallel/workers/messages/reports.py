@@ -81,20 +81,17 @@ def report_of(error: BaseException, rank: int, is_consequence: ConsequenceCheck 
             continue
     # The traceback is what failed, so the report states the type alone.
     now = time.monotonic()
-    name = type(error).__name__
-    return Report(rank, now, text=f"{name}, whose traceback cannot be made.")
+    return Report(rank, now, text=f"{type(error).__name__}, whose traceback cannot be made.")
 
 
 def _report_once(error: BaseException, rank: int, is_consequence: ConsequenceCheck | None) -> Report:
     now = time.monotonic()
-    lines = traceback.format_exception(shortened(error))
-    text = "".join(lines)
+    text = "".join(traceback.format_exception(shortened(error)))
     # Lightning's error for a SIGTERM derives from SystemExit and is not meant here.
     if type(error) is SystemExit:
         return Report(rank, now, text=f"It called sys.exit({error.code!r}).\n\n{text}")
     follows = is_consequence is not None and is_consequence(error)
-    pickled_error = pickle_error(error)
-    return Report(rank, now, error=pickled_error, text=text, consequence=follows)
+    return Report(rank, now, error=pickle_error(error), text=text, consequence=follows)
 
 
 # The parent's side.
