@@ -211,8 +211,7 @@ def _stand_in_for_result(function: StandIn, arguments: tuple[Any, ...]) -> Stand
 
 def _set_metadata(value: collections.OrderedDict[Any, Any], state: Any) -> None:
     """Set the versions of modules, the one attribute that a state of weights has."""
-    attributes = _checked_attributes(state)
-    metadata = attributes.get("_metadata")
+    metadata = _checked_attributes(state).get("_metadata")
     if metadata is not None:
         vars(value)["_metadata"] = metadata
 

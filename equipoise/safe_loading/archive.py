@@ -52,9 +52,7 @@ def read_archive(file: IO[bytes], *, values: bool = True) -> Any:
         CheckpointError: If it is damaged; the message names the damage. Damage may raise other errors as well.
     """
     with zipfile.ZipFile(file) as archive:
-        size = _size_of(file)
-        reader = _ArchiveReader(archive, size, values=values)
-        return reader.read()
+        return _ArchiveReader(archive, _size_of(file), values=values).read()
 
 
 class OpenArchive:
@@ -72,8 +70,7 @@ class OpenArchive:
 
     def __init__(self, file: IO[bytes]) -> None:
         archive = zipfile.ZipFile(file)
-        size = _size_of(file)
-        self._reader = _ArchiveReader(archive, size, values=False)
+        self._reader = _ArchiveReader(archive, _size_of(file), values=False)
         self.content: Any = self._reader.read()
         # Torch returns the same object for a storage as long as anything refers to it.
         self._keys = {id(storage): key for key, storage in self._reader.storages.items()}
@@ -99,8 +96,7 @@ class OpenArchive:
             raise CheckpointError(f"a tensor of shape {tuple(tensor.shape)} in it has no values of its own")
         fills_storage = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
         if not fills_storage or tensor.is_conj() or self._reader.is_foreign_byte_order:
-            whole = self._whole(tensor, key)
-            yield whole.resolve_conj().reshape(-1)
+            yield self._whole(tensor, key).resolve_conj().reshape(-1)
             return
         with self._reader.open_storage(key) as member:
             while content := member.read(_PIECE):
@@ -139,8 +135,7 @@ def check_archive(file: IO[bytes]) -> None:
         CheckpointError: If it is damaged.
     """
     with zipfile.ZipFile(file) as archive:
-        size = _size_of(file)
-        _ArchiveReader(archive, size)
+        _ArchiveReader(archive, _size_of(file))
         damaged = archive.testzip()
     if damaged is not None:
         raise CheckpointError(f"{damaged!r} in it is not what was written")
@@ -170,8 +165,7 @@ class _ArchiveReader:
         self.folder = self._find_folder()
         if f"{self.folder}constants.pkl" in self.members:
             raise CheckpointError("it is a program of TorchScript")
-        byte_order = self._byte_order()
-        self.is_foreign_byte_order = byte_order != sys.byteorder
+        self.is_foreign_byte_order = self._byte_order() != sys.byteorder
 
     def _check_members(self, size: int) -> None:
         """Refuse an archive that is not as torch writes it."""
@@ -200,8 +194,7 @@ class _ArchiveReader:
     def read(self) -> Any:
         """Return the object that the archive holds."""
         content = self.archive.read(f"{self.folder}data.pkl")
-        stream = io.BytesIO(content)
-        value = load_pickle(stream, self._find_storage)
+        value = load_pickle(io.BytesIO(content), self._find_storage)
         self._check_rest()
         return value
 

@@ -42,8 +42,7 @@ def _dtype(code: Any, align: bool = False, copy: bool = False) -> Any:
     if type(code) is not str:
         return StandIn("numpy", "dtype")
     # Numpy shares one object for each dtype. Its state may be set below, so a copy is needed.
-    numpy = import_module("numpy")
-    dtype = numpy.dtype(code, copy=True)
+    dtype = import_module("numpy").dtype(code, copy=True)
     # All other dtypes have fields.
     if not _is_supported(dtype):
         return StandIn("numpy", "dtype")
@@ -64,8 +63,7 @@ def _scalar(dtype: Any, content: bytes) -> Any:
         fits = len(content) == dtype.itemsize
     if not fits:
         raise CheckpointError(f"a number of numpy is {content!r} of type {dtype!r}")
-    array = numpy.ndarray((1,), dtype, content)
-    return array[0]
+    return numpy.ndarray((1,), dtype, content)[0]
 
 
 # States

@@ -152,8 +152,7 @@ def _size(sizes: Any = ()) -> torch.Size:
 
 
 def _layout(name: str) -> torch.layout:
-    attribute = name.removeprefix("torch.")
-    layout = getattr(torch, attribute, None)
+    layout = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(layout, torch.layout):
         raise CheckpointError(f"{name!r} is no layout of tensors")
     return layout

@@ -118,14 +118,12 @@ def stand_ins_in(value: Any, path: str = "") -> dict[str, str]:
         container = pending.popleft()
         for key, child in _items_of(container.value):
             if isinstance(child, StandIn):
-                place = path + _place_in(container, key)
-                class_names[place] = class_in_place_of(child)
+                class_names[path + _place_in(container, key)] = class_in_place_of(child)
                 if len(class_names) == _MOST_STAND_INS:
                     return class_names
             elif _is_container(child) and id(child) not in visited:
                 visited.add(id(child))
-                inner = _Container(child, container, key)
-                pending.append(inner)
+                pending.append(_Container(child, container, key))
     return class_names
 
 
@@ -182,8 +180,7 @@ def _place_in(container: _Container, key: Any) -> str:
 
     # 2. The same from the top to the item.
     keys.reverse()
-    parts = [f"[{_format_key(item)}]" for item in keys]
-    return "".join(parts)
+    return "".join(f"[{_format_key(item)}]" for item in keys)
 
 
 def _format_key(key: Any) -> str:

@@ -64,8 +64,7 @@ def _rebuild_tensor_v2(
     metadata: dict[str, bool] | None = None,
 ) -> Tensor:
     """Build a tensor on a storage; hooks, which torch does not write either, are left out."""
-    tensor = _view(storage, storage.dtype, offset, size, stride)
-    return _apply_flags(tensor, requires_grad, metadata)
+    return _apply_flags(_view(storage, storage.dtype, offset, size, stride), requires_grad, metadata)
 
 
 def _rebuild_tensor_v3(
@@ -79,8 +78,7 @@ def _rebuild_tensor_v3(
     metadata: dict[str, bool] | None = None,
 ) -> Tensor:
     """Build a tensor of a newer dtype, whose storage has none."""
-    tensor = _view(storage, dtype, offset, size, stride)
-    return _apply_flags(tensor, requires_grad, metadata)
+    return _apply_flags(_view(storage, dtype, offset, size, stride), requires_grad, metadata)
 
 
 def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -102,8 +100,7 @@ def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Sequence[int]
         raise CheckpointError(f"a tensor of shape {sizes} is larger than its storage")
 
     # 3. Build the tensor.
-    device = storage.untyped.device
-    empty = torch.empty(0, dtype=dtype, device=device)
+    empty = torch.empty(0, dtype=dtype, device=storage.untyped.device)
     return empty.set_(storage.untyped, start, sizes, strides)
 
 
@@ -137,8 +134,7 @@ def _apply_flags(tensor: Tensor, requires_grad: bool, metadata: dict[str, bool] 
 
 def _rebuild_parameter(data: Tensor, requires_grad: bool, hooks: Any) -> nn.Parameter:
     """Build a parameter."""
-    tensor = _checked_tensor(data)
-    return nn.Parameter(tensor, bool(requires_grad))
+    return nn.Parameter(_checked_tensor(data), bool(requires_grad))
 
 
 def _rebuild_parameter_with_state(data: Tensor, requires_grad: bool, hooks: Any, state: Any) -> nn.Parameter:
@@ -222,8 +218,7 @@ def _rebuild_meta_tensor_no_storage(
 ) -> Tensor:
     """Build a tensor without values."""
     sizes = _checked_counts(size)
-    strides = _checked_counts(stride)
-    tensor = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+    tensor = torch.empty_strided(sizes, _checked_counts(stride), dtype=dtype, device="meta")
     return tensor.requires_grad_(bool(requires_grad))
 
 

@@ -57,16 +57,13 @@ class _Machine:
         if name in _PUSHES_ITS_ARGUMENT:
             self.stack.append(argument)
         elif name in _PUSHES_NEW_VALUE:
-            new_value = _PUSHES_NEW_VALUE[name]()
-            self.stack.append(new_value)
+            self.stack.append(_PUSHES_NEW_VALUE[name]())
         elif name in _READS_MEMO:
-            value = self.memo[argument]
-            self.stack.append(value)
+            self.stack.append(self.memo[argument])
         elif name in _WRITES_MEMO:
             self._memorize(argument)
         elif name in _INSTRUCTIONS:
-            instruction = _INSTRUCTIONS[name]
-            instruction(self, argument)
+            _INSTRUCTIONS[name](self, argument)
         elif name not in _WITHOUT_EFFECT:
             raise CheckpointError(f"it holds the instruction {name}, which is not allowed")
 
@@ -128,13 +125,11 @@ class _Machine:
 
     def append(self, argument: Any) -> None:
         """Append one item to a list."""
-        item = self.stack.pop()
-        self._extend([item])
+        self._extend([self.stack.pop()])
 
     def append_all(self, argument: Any) -> None:
         """Append the items above the mark to a list."""
-        items = self.above_mark()
-        self._extend(items)
+        self._extend(self.above_mark())
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -151,8 +146,7 @@ class _Machine:
 
     def set_all_items(self, argument: Any) -> None:
         """Set the items above the mark in a dictionary."""
-        items = self.above_mark()
-        self._set_items(items)
+        self._set_items(self.above_mark())
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -182,8 +176,7 @@ class _Machine:
     def find_global(self, argument: str) -> None:
         """Push the object that a name stands for."""
         module, name = argument.split(" ", 1)
-        value = self.globals.find(module, name)
-        self.stack.append(value)
+        self.stack.append(self.globals.find(module, name))
 
     def find_stacked_global(self, argument: Any) -> None:
         """Push the object that a name on the stack stands for."""
@@ -191,30 +184,26 @@ class _Machine:
         module = self.stack.pop()
         if type(module) is not str or type(name) is not str:
             raise CheckpointError("the name of a class is no string")
-        value = self.globals.find(module, name)
-        self.stack.append(value)
+        self.stack.append(self.globals.find(module, name))
 
     def call(self, argument: Any) -> None:
         """Call a function, if that is allowed."""
         arguments = self.stack.pop()
         function = self.stack.pop()
-        result = self.globals.call(function, arguments)
-        self.stack.append(result)
+        self.stack.append(self.globals.call(function, arguments))
 
     def create(self, argument: Any) -> None:
         """Create an object of a class."""
         arguments = self.stack.pop()
         kind = self.stack.pop()
-        value = self.globals.create(kind, arguments, {})
-        self.stack.append(value)
+        self.stack.append(self.globals.create(kind, arguments, {}))
 
     def create_with_options(self, argument: Any) -> None:
         """Create an object of a class with keyword arguments."""
         options = self.stack.pop()
         arguments = self.stack.pop()
         kind = self.stack.pop()
-        value = self.globals.create(kind, arguments, options)
-        self.stack.append(value)
+        self.stack.append(self.globals.create(kind, arguments, options))
 
     def build(self, argument: Any) -> None:
         """Set the state of the topmost object."""
@@ -226,8 +215,7 @@ class _Machine:
         identifier = self.stack.pop()
         if self.load_storage is None:
             raise CheckpointError("it refers to a storage where there is none")
-        storage = self.load_storage(identifier)
-        self.stack.append(storage)
+        self.stack.append(self.load_storage(identifier))
 
 
 # Classes whose items a pickle may set.
