@@ -131,8 +131,7 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
     """Return the gradients of all parameters of optimisers, in order."""
     gradients: list[Tensor | None] = []
     for optimizer in optimizers:
-        parameters = optimizer_parameters(optimizer)
-        gradients.extend(parameter.grad for parameter in parameters)
+        gradients.extend(parameter.grad for parameter in optimizer_parameters(optimizer))
     return gradients
 
 

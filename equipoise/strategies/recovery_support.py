@@ -70,8 +70,7 @@ class RecoverySupport:
         # The first micro-batch takes a piece of every part, and so on. Some parts have too few samples for all.
         micro_batches: list[list[Any]] = [[] for _ in range(count)]
         for part in parts:
-            part_size = splitter.size_to_cut(part)
-            sizes = [size for size in even_sizes(part_size, count) if size]
+            sizes = [size for size in even_sizes(splitter.size_to_cut(part), count) if size]
             for micro_batch, samples in zip(micro_batches, splitter.parts(part, sizes), strict=False):
                 micro_batch.append(samples)
         return [tuple(micro_batch) for micro_batch in micro_batches if micro_batch]

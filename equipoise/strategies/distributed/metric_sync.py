@@ -70,8 +70,7 @@ def _fill_and_sync(metric: Metric, *, should_sync: bool = True, **kwargs: Any) -
     if should_sync and dist.is_initialized():
         _fill_lists(metric)
     # The method of the class, which the attribute of the object hides.
-    kind = type(metric)
-    kind.sync(metric, should_sync=should_sync, **kwargs)
+    type(metric).sync(metric, should_sync=should_sync, **kwargs)
 
 
 def _fill_lists(metric: Metric) -> None:
@@ -94,8 +93,7 @@ def _gather_states(state: Tensor, group: Any = None, *, processes_per_batch: int
     A `process_group` of the user's metric, such as a column of a mesh, is taken as it is.
     """
     # Objects may have any shape, tensors in a collective may not.
-    detached = state.detach()
-    states = gather_objects(detached.cpu(), group)
+    states = gather_objects(state.detach().cpu(), group)
     if len(states) == dist.get_world_size():
         states = states[::processes_per_batch]
     with_elements = [tensor for tensor in states if tensor.numel()]

@@ -90,8 +90,7 @@ def share_batch_statistics(module: nn.Module, device: torch.device) -> Callable[
 
     def restore() -> None:
         for parent, name, layer in replaced:
-            synchronised = getattr(parent, name)
-            layer.train(synchronised.training)
+            layer.train(getattr(parent, name).training)
             setattr(parent, name, layer)
 
     return restore

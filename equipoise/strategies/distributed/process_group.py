@@ -75,8 +75,7 @@ class ProcessGroup(ConnectedProcesses):
         self.local_rank = rank.local_rank
         self.node_rank = rank.node_rank
         self.world_size = rank.world_size
-        index = rank.local_rank % len(self.devices)
-        self.device = self.devices[index]
+        self.device = self.devices[rank.local_rank % len(self.devices)]
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run a function in every process; see `Processes.launch`."""

@@ -231,8 +231,7 @@ class ProcessShares:
 
     def _agree(self, gather: Gather) -> None:
         # 1. Exchange the measurements.
-        times_here = self._measurements.times[self._rank]
-        measurement = (times_here, self._divided_steps)
+        measurement = (self._measurements.times[self._rank], self._divided_steps)
         measurements: list[tuple[DeviceTimes, int]] = gather(measurement)
         times = [process_times for process_times, _ in measurements]
         divided_steps = [steps for _, steps in measurements]

@@ -196,14 +196,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
         # 3. By shares, or evenly.
         if self._shares is None:
-            num_devices = len(self.devices)
-            return even_sizes(batch_size, num_devices)
+            return even_sizes(batch_size, len(self.devices))
         return sizes_by_shares(batch_size, self._shares)
 
     def _sizes_by_first(self, batch_size: int, first: int) -> list[int]:
         """Return the sizes with `first` samples for the first device; warn once where they do not fit."""
-        num_devices = len(self.devices)
-        sizes, fits = first_device_sizes(batch_size, num_devices, first)
+        sizes, fits = first_device_sizes(batch_size, len(self.devices), first)
         if not fits and not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -234,8 +232,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         if calibration is not None:
             calibration.end_step(batch_size)
             if calibration.is_done:
-                measured_shares = calibration.result()
-                self._use(measured_shares)
+                self._use(calibration.result())
                 devices = self._names_of_devices()
                 rank_zero_info(f"Measured shares of {devices}: shares={self._shares} pins them.")
         return results
@@ -247,8 +244,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         calibration = self._calibration
         batch_size = sum(computed.values())
         if calibration is not None and self._is_measurable(batch_size):
-            reduced_size = int(_LESS * computed[index])
-            most = max(1, reduced_size)
+            most = max(1, int(_LESS * computed[index]))
             calibration.limit(index, most)
             rank_zero_warn(f"Measuring continues with at most {most} samples for {name}, which ran out of memory.")
             return

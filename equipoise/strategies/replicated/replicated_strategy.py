@@ -247,8 +247,7 @@ class ReplicatedStrategy(Strategy):
     def _compute(self, functions: Sequence[tuple[int, Callable[[], Any]]], sizes: Sequence[int]) -> list[Any]:
         """Run the computation of every part on its device."""
         run = self._current_run
-        indices = [index for index, _ in functions]
-        run.recovery.note_sizes(indices, sizes)
+        run.recovery.note_sizes([index for index, _ in functions], sizes)
         return run.threads.run(functions)
 
     def collect_gradients(self) -> None:

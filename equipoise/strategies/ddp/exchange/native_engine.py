@@ -47,8 +47,7 @@ class NativeEngine:
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """End a window; see `GradientExchange.finish`. The reducer has summed over the processes."""
-        total = as_number(self._reducer.total())
-        return average_gradients(window, optimizer, total, 1)
+        return average_gradients(window, optimizer, as_number(self._reducer.total()), 1)
 
     def break_off(self) -> bool:
         """End a failed attempt; gradients that were sent stay as they are, since those were complete.

@@ -69,8 +69,7 @@ class ManualEngine:
         """Run a step, and wait for the end of those of the other processes."""
         if not parts:
             refuse_missing_batch_by_hand()
-        weight = step.weight_of(parts[0])
-        self._meetings.begin_step(weight)
+        self._meetings.begin_step(step.weight_of(parts[0]))
         result = step(parts[0])
         self._meetings.meet(Kind.END)
         return result

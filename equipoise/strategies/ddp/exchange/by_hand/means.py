@@ -49,8 +49,7 @@ def mean_of(tensors: Sequence[Tensor], share: Share) -> list[Tensor]:
         flat.mul_(1 / share.total)
         sizes = [tensors[index].numel() for index in group]
         for index, piece in zip(group, torch.split(flat, sizes), strict=True):
-            shaped = piece.view(tensors[index].shape)
-            means[index] = shaped.clone()
+            means[index] = piece.view(tensors[index].shape).clone()
     return means
 
 

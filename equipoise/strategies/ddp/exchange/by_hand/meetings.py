@@ -185,8 +185,7 @@ class Meetings:
             StepError: In all processes, if another one is at another event.
         """
         while True:
-            numbers = more()
-            sent = self.send(kind, **numbers)
+            sent = self.send(kind, **more())
             events, share = self.receive(sent)
             if all(event.kind != Kind.BACKWARD for event in events):
                 break

@@ -32,8 +32,7 @@ class OptimizerSteps:
         self._handles = []
         for number, optimizer in enumerate(optimizers):
             hook = partial(self._before_step, number)
-            handle = optimizer.register_step_pre_hook(hook)
-            self._handles.append(handle)
+            self._handles.append(optimizer.register_step_pre_hook(hook))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -54,8 +53,7 @@ class OptimizerSteps:
             if not may_decide_by_loss(optimizer) or not isinstance(loss, Tensor):
                 self._meet(number, optimizer, math.nan)
                 return loss
-            events = self._meet(number, optimizer, loss.item())
-            return _mean_loss(loss, events)
+            return _mean_loss(loss, self._meet(number, optimizer, loss.item()))
 
         return args[:1], {**kwargs, "closure": compute}
 
