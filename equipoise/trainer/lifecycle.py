@@ -261,8 +261,7 @@ class _Run:
 
     def _configure_optimizers(self) -> None:
         state = self.state
-        configured = self.hooks.call_module("configure_optimizers")
-        optimizers, configs = parse_optimizers(configured, self.module)
+        optimizers, configs = parse_optimizers(self.hooks.call_module("configure_optimizers"), self.module)
         if state.fuses_optimizers:
             fuse_optimizers(optimizers, self.module)
         state.set_optimizers(optimizers, configs)

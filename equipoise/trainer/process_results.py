@@ -34,9 +34,7 @@ Attributes = dict[str, Any]
 
 def this_process() -> tuple[str, int]:
     """Return the machine and the number on it: processes of several machines may have the same number."""
-    machine = socket.gethostname()
-    number = os.getpid()
-    return machine, number
+    return socket.gethostname(), os.getpid()
 
 
 @dataclass

@@ -266,8 +266,7 @@ def explaining_reads(path: AnyPath, *, weights_only: bool = True) -> Iterator[No
         raise CheckpointError(f"The checkpoint {path_text!r} does not fit into memory.") from error
     except Exception as error:
         # A damaged file may raise any error.
-        message = _unreadable(path, error, weights_only=weights_only)
-        raise CheckpointError(message) from error
+        raise CheckpointError(_unreadable(path, error, weights_only=weights_only)) from error
 
 
 @contextmanager

@@ -40,8 +40,7 @@ def merge_shards(
         raise CheckpointError(f"{str(target)!r} is the sharded checkpoint itself. Choose another path for the file.")
     if source.is_file() and not is_sharded_checkpoint(source):
         raise CheckpointError(f"{str(source)!r} is a file, so it is whole already.")
-    checkpoint = read_folder(source, weights_only=weights_only is not False)
-    write_checkpoint(checkpoint, target)
+    write_checkpoint(read_folder(source, weights_only=weights_only is not False), target)
     return target
 
 

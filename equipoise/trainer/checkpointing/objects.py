@@ -145,8 +145,7 @@ def _objects_in(checkpoint: dict[str, Any]) -> dict[str, str]:
 
     file.seek(0)
     try:
-        content = load_pickle(file, lambda identifier: None)
-        return stand_ins_in(content)
+        return stand_ins_in(load_pickle(file, lambda identifier: None))
     except CheckpointError:
         raise
     except Exception:

@@ -142,8 +142,7 @@ class BatchStream:
 
     def _skip_unloaded(self, count: int) -> Iterator[Any]:
         """Return an iterator after the first batches, without loading them."""
-        sampler = self.counts.counting(self.loader.batch_sampler)
-        remaining = _RemainingBatches(sampler, count)
+        remaining = _RemainingBatches(self.counts.counting(self.loader.batch_sampler), count)
         batches = open_loader(with_sampler(self.loader, remaining, batches=True))
         remaining.draw_order()
         return batches

@@ -138,8 +138,7 @@ def _check_indices(indices: Sequence[Any]) -> None:
 
 def _as_tensor(indices: Sequence[int]) -> Tensor:
     # A tensor over the memory of an array takes a fraction of the time of `torch.tensor`.
-    numbers = array("q", indices)
-    return torch.frombuffer(numbers, dtype=torch.int64)
+    return torch.frombuffer(array("q", indices), dtype=torch.int64)
 
 
 def _selected(selection: Any, indices: Sequence[int]) -> list[Any]:
@@ -170,8 +169,7 @@ def _take_joined(dataset: ConcatDataset[Any], indices: Sequence[int]) -> Any:
     # 2. Put the rows of all parts together.
     pieces = []
     for part, samples_of_part in samples.items():
-        piece = take(dataset.datasets[part], samples_of_part)
-        pieces.append(piece)
+        pieces.append(take(dataset.datasets[part], samples_of_part))
     if len(pieces) == 1:
         return pieces[0]
     places = [torch.tensor(positions[part], device="cpu") for part in samples]

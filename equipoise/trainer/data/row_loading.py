@@ -78,8 +78,7 @@ class _CollatedRows:
                 batch = take(self._dataset, indices)
                 self._failures = 0
                 return batch
-        samples = self._samples(indices)
-        return self._collate(samples)
+        return self._collate(self._samples(indices))
 
     def _samples(self, indices: Sequence[Any]) -> Any:
         """Return samples as a loader reads them."""

@@ -83,8 +83,7 @@ class _Counting:
 
     def __iter__(self) -> Iterator[Any]:
         # Immediately, not with the first batch: some samplers draw their order here.
-        batches: Iterator[Any] = iter(self.batch_sampler)
-        return self._counted(batches, self.counts.begin())
+        return self._counted(iter(self.batch_sampler), self.counts.begin())
 
     def _counted(self, batches: Iterator[Any], counts: list[int | None]) -> Iterator[Any]:
         for batch in batches:

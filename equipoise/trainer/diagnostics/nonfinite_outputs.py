@@ -76,8 +76,7 @@ class NonFiniteOutputs:
                 return
             inputs = _flags(tensor for _, tensor in entries_of(args))
             parameters = _flags(module.parameters(recurse=False))
-            call = _Call(module, outputs, inputs, parameters)
-            self._calls.append(call)
+            self._calls.append(_Call(module, outputs, inputs, parameters))
 
 
 def _flags(tensors: Iterable[Tensor]) -> list[Tensor]:

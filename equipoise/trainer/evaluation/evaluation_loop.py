@@ -150,8 +150,7 @@ class EvaluationLoop(SentState):
             return
         self.loaded_at = loaded_at
         self.loaders.workers.load_state_dict(saved["workers"])
-        steps_logged = dict(saved["steps_logged"])
-        self._steps_logged.update(steps_logged)
+        self._steps_logged.update(saved["steps_logged"])
 
     @property
     def max_batches(self) -> list[float]:
@@ -192,8 +191,7 @@ class EvaluationLoop(SentState):
         outputs: list[dict[str, Any]] = []
         count = len(streams)
         for index, stream in enumerate(streams):
-            values = self._evaluate(stream, index, count)
-            outputs.append(values)
+            outputs.append(self._evaluate(stream, index, count))
             # A metric that the next loader logs, too, has a separate value for each loader.
             if index + 1 < count:
                 self.collection.reset_metrics(index)
@@ -208,8 +206,7 @@ class EvaluationLoop(SentState):
 
     def _open(self, loaders: Loaders) -> list[BatchStream]:
         """Return the batches of each loader, of which the first has begun to be read."""
-        epoch = self.state.progress.epoch.current
-        loaders.set_epoch(epoch.processed)
+        loaders.set_epoch(self.state.progress.epoch.current.processed)
         most_batches: float = math.inf
         if self.state.sanity_checking:
             most_batches = self.state.num_sanity_val_steps

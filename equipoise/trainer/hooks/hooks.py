@@ -46,8 +46,7 @@ def overrides(owner: object, name: str, base: type) -> bool:
     if not callable(method):
         return False
     function = getattr(method, "__func__", method)
-    stock_class = base_of(owner, base)
-    return function is not getattr(stock_class, name, None)
+    return function is not getattr(base_of(owner, base), name, None)
 
 
 def state_key_of(callback: Any) -> str:
@@ -172,8 +171,7 @@ class Hooks:
             chosen = [callback for callback in chosen if copying == copies_weights(callback)]
         if monitoring is not None:
             chosen = [callback for callback in chosen if monitoring == is_a(callback, EarlyStopping, Checkpoint)]
-        hooks = self._of_callbacks(name, chosen)
-        return self._fire(name, hooks, None)
+        return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_checkpoints_after(self, name: str, state_key: str) -> Hook | None:
         """Bind the hook of the checkpoint callbacks after one of them, the last whose hook was complete.
@@ -185,11 +183,9 @@ class Hooks:
         keys = [state_key_of(callback) for callback in self.callbacks]
         if state_key not in keys:
             return None
-        index = keys.index(state_key)
-        later = self.callbacks[index + 1 :]
+        later = self.callbacks[keys.index(state_key) + 1 :]
         checkpoints = [callback for callback in later if isinstance(callback, Checkpoint)]
-        hooks = self._of_callbacks(name, checkpoints)
-        return self._fire(name, hooks, None)
+        return self._fire(name, self._of_callbacks(name, checkpoints), None)
 
     def bind_deciders(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks that act together with those of other processes.
@@ -202,8 +198,7 @@ class Hooks:
             decides = is_a(callback, Checkpoint, Timer) or copies_weights(callback)
             if decides or getattr(callback, "fires_without_batch", False):
                 chosen.append(callback)
-        hooks = self._of_callbacks(name, chosen)
-        return self._fire(name, hooks, None)
+        return self._fire(name, self._of_callbacks(name, chosen), None)
 
     def bind_module(self, name: str) -> Hook | None:
         """Bind the hook of the module alone; None if the module does not override it."""
@@ -215,8 +210,7 @@ class Hooks:
         if datamodule is None or not overrides(datamodule, name, LightningDataModule):
             return self.bind_module(name)
         method = getattr(datamodule, name)
-        action = self._action_of_datamodule(name)
-        hook = self.profiled(method, action)
+        hook = self.profiled(method, self._action_of_datamodule(name))
         return self._fire(name, [], hook)
 
     def bind_step(self, name: str, module: LightningModule | None = None) -> Hook:
@@ -258,8 +252,7 @@ class Hooks:
         """
         if module is None:
             module = self.module
-        method = getattr(module, name)
-        return with_index(method)
+        return with_index(getattr(module, name))
 
     def action_of_strategy(self, name: str) -> str:
         """Return the name of an action of the strategy in a profile."""
@@ -302,16 +295,14 @@ class Hooks:
         if not callable(method):
             return None
         hook = self.profiled(method, f"[LightningModule]{self._module_name}.{name}")
-        fire = self._fire(name, [], hook)
-        return fire(*args, **kwargs)  # type: ignore[misc]
+        return self._fire(name, [], hook)(*args, **kwargs)  # type: ignore[misc]
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the data module's method, if there is a data module, and return its result."""
         method = getattr(self.datamodule, name, None)
         if not callable(method):
             return None
-        action = self._action_of_datamodule(name)
-        hook = self.profiled(method, action)
+        hook = self.profiled(method, self._action_of_datamodule(name))
         return hook(*args, **kwargs)
 
     def reads_outputs(self, name: str) -> bool:
@@ -357,8 +348,7 @@ class Hooks:
             method = with_latest_answer(callback, name, method, self.state.stop_requests)
             if self._averaging is not None and copies_weights(callback):
                 method = _within(self._averaging, method)
-            hook = self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}")
-            hooks.append(hook)
+            hooks.append(self.profiled(method, f"[Callback]{state_key_of(callback)}.{name}"))
         return hooks
 
     def _of_module(self, name: str) -> Hook | None:

@@ -47,8 +47,7 @@ class LogAgreement:
         names: dict[int, str] = {}
         if any(entry.metric is not None for entry in live):
             names = {id(metric): name for name, metric in named_metrics(self.module).items()}
-        states_here = {entry.key: entry.state_dict(names) for entry in live}
-        states_of_processes = self.gather(states_here)
+        states_of_processes = self.gather({entry.key: entry.state_dict(names) for entry in live})
         keys: dict[Any, None] = {}
         for states_of_process in states_of_processes:
             keys.update(dict.fromkeys(states_of_process))

@@ -49,8 +49,7 @@ class LogReduction:
             MisconfigurationException: If a process cannot find a metric that only others have logged.
         """
         # 1. Report the entries of this process to all, and receive theirs.
-        reports_here = self._reports_of(collection, dataloader_idx)
-        gathered = self.gather(reports_here)
+        gathered = self.gather(self._reports_of(collection, dataloader_idx))
         reports_by_key = _by_key(gathered)
         # 2. Compute each value. The order is the same in all processes, which metrics need.
         for key, reports in reports_by_key.items():
@@ -127,8 +126,7 @@ def _by_key(gathered: list[list[EntryState]]) -> dict[Any, list[EntryState]]:
     reports_by_key: dict[Any, list[EntryState]] = {}
     for reports_of_process in gathered:
         for report in reports_of_process:
-            key = tuple(report["key"])
-            reports_by_key.setdefault(key, []).append(report)
+            reports_by_key.setdefault(tuple(report["key"]), []).append(report)
     return reports_by_key
 
 
@@ -160,8 +158,7 @@ def merge_saved_entries(entries_of_processes: list[list[EntryState]], rank: int)
     states_by_key: dict[Any, dict[int, EntryState]] = {}
     for rank_before, states in enumerate(entries_of_processes):
         for state in states:
-            key = tuple(state["key"])
-            states_by_key.setdefault(key, {})[rank_before] = state
+            states_by_key.setdefault(tuple(state["key"]), {})[rank_before] = state
 
     # 2. Merge them.
     merged = []
@@ -195,8 +192,7 @@ def _merged_entry(states: list[EntryState]) -> EntryState:
     dtype = totals[0].dtype
     totals = [total.to(dtype) for total in totals]
     total = combined(totals, reduction)
-    weight = sum(state["weight"] for state in states)
-    return {**first, "total": total, "weight": weight}
+    return {**first, "total": total, "weight": sum(state["weight"] for state in states)}
 
 
 def _without_values(entry: EntryState) -> EntryState:

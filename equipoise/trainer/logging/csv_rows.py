@@ -50,8 +50,7 @@ def _rows_of(logger: Any) -> dict[str, Any] | None:
     # Write the rows that the logger holds in memory, and read all of them.
     if writer.metrics:
         logger.save()
-    path = to_path(writer.metrics_file_path)
-    lines = _complete_lines(path)
+    lines = _complete_lines(to_path(writer.metrics_file_path))
     # The first line is the header; an empty file has not even that.
     number_of_rows = max(0, len(lines) - 1)
     return {"rows": number_of_rows, "step": _step_of(lines, number_of_rows)}
@@ -62,8 +61,7 @@ def _complete_lines(path: AnyPath) -> list[bytes]:
     if not path.is_file():
         return []
     content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    return [line for line in lines if line.endswith(b"\n")]
+    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _step_of(lines: Sequence[bytes], row: int) -> str | None:
@@ -73,8 +71,7 @@ def _step_of(lines: Sequence[bytes], row: int) -> str | None:
     header = lines[0].decode(_ENCODING)
     line = lines[row].decode(_ENCODING)
     names, values = csv.reader([header, line])
-    cells = dict(zip(names, values, strict=False))
-    return cells.get("step")
+    return dict(zip(names, values, strict=False)).get("step")
 
 
 def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
@@ -90,8 +87,7 @@ def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
         CheckpointError: If that entry is damaged.
     """
     with loading("equipoise"):
-        entry = checkpoint.get("equipoise", {})
-        saved = entry.get("rows", [])
+        saved = checkpoint.get("equipoise", {}).get("rows", [])
         # A run may have more loggers than the one before it.
         for logger, rows in zip_longest(loggers, saved[: len(loggers)]):
             _continue_file(logger, rows)

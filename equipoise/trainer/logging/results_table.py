@@ -45,8 +45,7 @@ def print_results(outputs: list[dict[str, Any]], stage: str) -> None:
         return
 
     # 2. Add the columns.
-    title = f"{stage} metric"
-    table = Table(title.capitalize(), header_style="bold")
+    table = Table(f"{stage} metric".capitalize(), header_style="bold")
     num_loaders = len(columns)
     for index in range(num_loaders):
         header = "value"

@@ -323,8 +323,7 @@ class FitLoop:
         # 1. The loaders, which learn the number of the epoch.
         self.load_data()
         assert data.loaders is not None
-        epoch = progress.epoch.current.processed
-        data.loaders.set_epoch(epoch)
+        data.loaders.set_epoch(progress.epoch.current.processed)
         # 2. The hooks.
         if self.resumption is None:
             # An epoch that was left early may have left it open.

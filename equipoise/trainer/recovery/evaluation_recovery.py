@@ -91,5 +91,4 @@ class EvaluationRecovery:
 
     def _evaluate_micro_batch(self, micro_batch: Sequence[Any], is_last: bool) -> StepResult:
         size = self._micro_batcher.size(micro_batch)
-        output = self._strategy.evaluate(self._step, micro_batch)
-        return StepResult(None, size, output)
+        return StepResult(None, size, self._strategy.evaluate(self._step, micro_batch))

@@ -41,15 +41,12 @@ def merged_position(positions: list[Position], module: nn.Module, rank: int, cou
 
     # 2. State that belongs to all processes together.
     is_main = rank == 0
-    windows = [position["window"] for position in positions]
-    merged["window"] = _window(windows, is_main=is_main)
+    merged["window"] = _window([position["window"] for position in positions], is_main=is_main)
     merged["gradients"] = []
     if is_main:
-        gradients = [position["gradients"] for position in positions]
-        merged["gradients"] = _sum_gradients(gradients)
+        merged["gradients"] = _sum_gradients([position["gradients"] for position in positions])
     logs = [position["logs"] for position in positions]
-    entries_of_processes = [logs_of_process["entries"] for logs_of_process in logs]
-    entries = merge_saved_entries(entries_of_processes, rank)
+    entries = merge_saved_entries([logs_of_process["entries"] for logs_of_process in logs], rank)
     merged["logs"] = {"callback_metrics": logs[0]["callback_metrics"], "entries": entries}
 
     # 3. States of metrics. Those that the validation has logged are reset before they are used again.

@@ -154,8 +154,7 @@ def check_val_intervals(val_check_interval: Any, check_val_every_n_epoch: Any) -
 
     # 1. A time.
     if isinstance(val_check_interval, str | timedelta | dict):
-        seconds = seconds_of("val_check_interval", val_check_interval)
-        return 1.0, seconds
+        return 1.0, seconds_of("val_check_interval", val_check_interval)
 
     # 2. A fraction of the epoch needs an epoch.
     is_fraction = val_check_interval is None or isinstance(val_check_interval, float)
@@ -268,8 +267,7 @@ def check_barebones(barebones: bool, arguments: dict[str, Any]) -> dict[str, Any
     Raises:
         ConfigurationError: If `barebones` contradicts another argument.
     """
-    switches = {name: arguments[name] for name in _SWITCHES}
-    check_flags(barebones=barebones, **switches)
+    check_flags(barebones=barebones, **{name: arguments[name] for name in _SWITCHES})
     values = {}
     for name, value in arguments.items():
         default, barebones_default = _DEFAULTS[name]

@@ -58,8 +58,7 @@ def select_devices(
     available = _count(kind)
     if devices == "auto":
         if rank is not None:
-            count = rank.count_here(num_nodes)
-            return _devices_of_processes(kind, count)
+            return _devices_of_processes(kind, rank.count_here(num_nodes))
         if kind == "cpu":
             return [torch.device("cpu")]
         return [torch.device(kind, index) for index in range(available)]
@@ -145,8 +144,7 @@ def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> 
     """Return "cpu", "cuda" or "mps"."""
     # An accelerator of the user stays as it is, and is refused below.
     if isinstance(accelerator, Accelerator):
-        class_name = type(accelerator).__name__
-        accelerator = _LIGHTNING_ACCELERATORS.get(class_name, accelerator)
+        accelerator = _LIGHTNING_ACCELERATORS.get(type(accelerator).__name__, accelerator)
     unsupported = _NOT_SUPPORTED.get(str(accelerator).lower())
     if unsupported is not None:
         options = ", ".join(map(repr, _ACCELERATORS))
@@ -229,8 +227,7 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
     if isinstance(devices, str):
         try:
             if "," in devices:
-                parts = filter(str.strip, devices.split(","))
-                argument = [int(part) for part in parts]
+                argument = [int(part) for part in filter(str.strip, devices.split(","))]
             else:
                 argument = int(devices)
         except ValueError:
@@ -238,8 +235,7 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
 
     # 2. A count.
     if is_whole(argument):
-        count = _checked_count(argument, kind, available)
-        return list(range(count))
+        return list(range(_checked_count(argument, kind, available)))
 
     # 3. A list of indices.
     if not isinstance(argument, Sequence) or not argument:

@@ -119,9 +119,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current and the total counts."""
-        total = self.total.state_dict(self.stages)
-        current = self.current.state_dict(self.stages)
-        return {"total": total, "current": current}
+        return {"total": self.total.state_dict(self.stages), "current": self.current.state_dict(self.stages)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load both counts."""

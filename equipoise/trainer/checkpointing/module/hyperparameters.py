@@ -84,8 +84,7 @@ class UnplacedHyperparameters:
                 continue
             tensor = state[name]
             if isinstance(empty, nn.Parameter):
-                trained = empty.requires_grad
-                tensor = nn.Parameter(tensor, requires_grad=trained)
+                tensor = nn.Parameter(tensor, requires_grad=empty.requires_grad)
             memo[id(empty)] = tensor
         return deepcopy(self.networks, memo)
 
@@ -93,8 +92,7 @@ class UnplacedHyperparameters:
 def _holds_part(value: Any, module: nn.Module) -> bool:
     """Return True if a value is, or contains, a network that has a tensor or submodule of a module."""
     if isinstance(value, nn.Module):
-        parts = set(module.modules())
-        return not parts.isdisjoint(value.modules())
+        return not set(module.modules()).isdisjoint(value.modules())
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()

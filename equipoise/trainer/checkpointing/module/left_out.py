@@ -38,8 +38,7 @@ def leaving_out(module: nn.Module, names: Collection[str]) -> Iterator[None]:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             # A weight that is trained has other values than the base model.
             if name in names and not parameter.requires_grad:
-                key = prefix + name
-                state.pop(key, None)
+                state.pop(prefix + name, None)
 
     handle = module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]
     try:

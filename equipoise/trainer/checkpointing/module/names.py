@@ -25,8 +25,7 @@ def with_present_names(state: dict[str, Any], present: Iterable[str]) -> dict[st
     names = {uncompiled_name(name): name for name in present}
     renamed = {}
     for name, value in state.items():
-        uncompiled = uncompiled_name(name)
-        present_name = names.get(uncompiled, name)
+        present_name = names.get(uncompiled_name(name), name)
         renamed[present_name] = value
     # Two names of then may mean one now: what fits as it is stays.
     if len(renamed) < len(state) or renamed.keys() == state.keys():

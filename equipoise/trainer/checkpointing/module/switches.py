@@ -82,16 +82,14 @@ def _switches_of(module: nn.Module) -> _Values:
     switches: _Values = {}
     for kind, name, part in _parts_with_switches(module):
         present = getattr(part, kind)
-        values = switches.setdefault(kind, {})
-        values[name] = toggled.get(part, present)
+        switches.setdefault(kind, {})[name] = toggled.get(part, present)
     return switches
 
 
 def _turn(module: nn.Module, switches: _Values) -> None:
     """Set switches of a module; parts that it has not are passed over."""
     for kind, name, part in _parts_with_switches(module):
-        values = switches.get(kind, {})
-        value = values.get(name)
+        value = switches.get(kind, {}).get(name)
         if value is not None:
             setattr(part, kind, value)
 

@@ -162,8 +162,7 @@ def _describe(returned: Any) -> str:
     container = type(returned).__name__
     if not returned:
         return f"an empty {container}"
-    types = ", ".join(type(item).__name__ for item in returned)
-    return f"a {container} of {types}"
+    return f"a {container} of {', '.join(type(item).__name__ for item in returned)}"
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
