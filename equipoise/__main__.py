@@ -89,8 +89,7 @@ def _leave_silently() -> int:
     """Return the exit code for an output whose reader, such as `head`, has ended. Other commands print nothing, too."""
     # Python flushes the output once more when it ends.
     with contextlib.suppress(OSError, ValueError):
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _READER_ENDED
 
 
@@ -255,8 +254,7 @@ def _run_stage(stage: str, arguments: Sequence[str]) -> None:
     overrides.sort(key=_is_flag_or_value)
     if folders[0] == _starter() / "conf":
         _announce_example()
-    quoted_overrides = [_quoted(argument) for argument in overrides]
-    _app().main(stage, quoted_overrides, folders)
+    _app().main(stage, [_quoted(argument) for argument in overrides], folders)
 
 
 def _devices(arguments: Sequence[str]) -> None:
@@ -318,8 +316,7 @@ def _app() -> ModuleType:
         with collector_paused():
             from equipoise.app import compose
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        package = missing.partition(".")[0]
+        package = (error.name or "").partition(".")[0]
         if package not in ("hydra", "omegaconf"):
             raise
         raise ConfigurationError(
@@ -447,8 +444,7 @@ def _complete_key(arguments: Sequence[str], words: Sequence[str], word: str) -> 
 
 
 def _print_beginning_with(word: str, names: Sequence[str]) -> None:
-    matches = [name for name in names if name.startswith(word)]
-    print("\n".join(matches))
+    print("\n".join(name for name in names if name.startswith(word)))
 
 
 # The starter project.

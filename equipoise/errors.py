@@ -44,8 +44,7 @@ def _loaded_classes() -> tuple[type[Exception], ...]:
     """Return Lightning's class for wrong input, in each of its packages that is loaded."""
     classes: list[type[Exception]] = []
     for name in _LIGHTNINGS_MODULES:
-        module = sys.modules.get(name)
-        kind = getattr(module, "MisconfigurationException", None)
+        kind = getattr(sys.modules.get(name), "MisconfigurationException", None)
         # One package may import the class of the other.
         if kind is not None and kind not in classes:
             classes.append(kind)

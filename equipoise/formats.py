@@ -214,8 +214,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
     Args:
         rows: The cells of each row.
     """
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -321,8 +321,7 @@ def _cast_input(data: Any, dtype: torch.dtype) -> Any:
         return data
     if data.layout != torch.strided or not data.is_pinned():
         return data.to(dtype)
-    pinned = torch.empty_like(data, dtype=dtype, pin_memory=True)
-    return pinned.copy_(data)
+    return torch.empty_like(data, dtype=dtype, pin_memory=True).copy_(data)
 
 
 # One thread may enter a region while another leaves one. Between them, neither may see half of the other's change.
@@ -462,8 +461,7 @@ def _hold_norm(norm: nn.Module) -> None:
     before = norm.register_forward_pre_hook(_before_norm, with_kwargs=True)
     # First of all hooks, so that the user's hooks receive the same output as the next layer.
     after = norm.register_forward_hook(_after_norm, prepend=True)
-    hold = _Hold((before, after))
-    setattr(norm, _HOLD, hold)
+    setattr(norm, _HOLD, _Hold((before, after)))
 
 
 def _release_norms(module: nn.Module) -> None:

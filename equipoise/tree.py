@@ -111,8 +111,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any, items_of: ItemsOf = i
     items = items_of(value)
     if items is None:
         return function(value)
-    values = [map_leaves(function, item, items_of) for item in items]
-    return rebuild(value, values)
+    return rebuild(value, [map_leaves(function, item, items_of) for item in items])
 
 
 def rebuild(like: Any, values: Sequence[Any]) -> Any:
@@ -191,8 +190,7 @@ def extract_tensors(value: Any, items_of: ItemsOf = items_of) -> tuple[Any, list
         tensors.append(leaf)
         return _Slot(len(tensors) - 1)
 
-    tree = map_leaves(extract, value, items_of)
-    return tree, tensors
+    return map_leaves(extract, value, items_of), tensors
 
 
 def insert_tensors(tree: Any, tensors: Any, items_of: ItemsOf = items_of) -> Any:

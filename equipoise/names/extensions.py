@@ -100,8 +100,7 @@ def _is_missing(point: EntryPoint) -> bool:
     """Return True for one of Equipoise's own extensions whose folder was removed."""
     if not point.module.startswith(_OWN_EXTENSIONS):
         return False
-    folder = _CHECKOUT / _folder_of(point)
-    return not folder.is_dir()
+    return not (_CHECKOUT / _folder_of(point)).is_dir()
 
 
 def _folder_of(point: EntryPoint) -> Path:
@@ -135,12 +134,10 @@ def _points_in_checkout(group: str) -> Iterator[EntryPoint]:
     path = _CHECKOUT / "pyproject.toml"
     if not path.is_file():
         return
-    settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    project = settings.get("project", {})
+    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})
     # The project of a user may hold a copy of the package.
     if project.get("name") != _PACKAGE:
         return
-    groups = project.get("entry-points", {})
-    points_of_group = groups.get(group, {})
+    points_of_group = project.get("entry-points", {}).get(group, {})
     for name, value in points_of_group.items():
         yield EntryPoint(name, value, group)
