@@ -208,11 +208,7 @@ def _advice_to_install(error: ModuleNotFoundError, name: str) -> str:
 
 def _names_defined_in(module: ModuleType) -> list[str]:
     """Return the names that a module defines, without those that it imports."""
-    names = []
-    for name, value in vars(module).items():
-        if getattr(value, "__module__", None) == module.__name__:
-            names.append(name)
-    return names
+    return [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
 
 
 def check_targets(values: Any, key: str, more: Mapping[str, Any] | None = None) -> None:
@@ -268,10 +264,9 @@ def _check_arguments(target: Callable[..., Any], arguments: Mapping[str, Any], k
     # 3. Refuse missing arguments, unless they come by position or later.
     if arguments.get("_args_") or arguments.get("_partial_"):
         return
-    missing = []
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and name not in arguments:
-            missing.append(name)
+    missing = [
+        name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in arguments
+    ]
     if missing:
         raise ConfigurationError(
             f"{target_name} needs {', '.join(missing)}: give it in the configuration, such as {key}.{missing[0]}=VALUE."

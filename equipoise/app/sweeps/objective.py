@@ -143,9 +143,10 @@ def check_sweep(config: DictConfig, sweeper: DictConfig | None = None) -> None:
 def _check_directions(config: DictConfig, objectives: Sequence[str], directions: Sequence[str]) -> None:
     """Compare the directions of the sweeper with the modes of checkpoints that monitor the same values."""
     modes = _monitored(config)
-    right_directions = []
-    for objective, direction in zip(objectives, directions, strict=True):
-        right_directions.append(_direction_of_mode(modes.get(objective), direction))
+    right_directions = [
+        _direction_of_mode(modes.get(objective), direction)
+        for objective, direction in zip(objectives, directions, strict=True)
+    ]
 
     for objective, direction, right in zip(objectives, directions, right_directions, strict=True):
         # Some sweepers have further directions, which have no mode.

@@ -39,10 +39,9 @@ def all_features() -> list[adapters.Feature]:
 
 def list_features(packages: Sequence[Package]) -> list[CheckedFeature]:
     """Check the private names of all features."""
-    untested = {}
-    for package in packages:
-        if package.status in (NEWER, OLDER):
-            untested[package.name] = f"{package.name} {package.version}"
+    untested = {
+        package.name: f"{package.name} {package.version}" for package in packages if package.status in (NEWER, OLDER)
+    }
     features = []
     for feature in all_features():
         status, remark = _check(feature, untested)
