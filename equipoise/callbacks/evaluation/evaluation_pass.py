@@ -84,10 +84,7 @@ class EvaluationPass:
         start = monotonic()
         with ExitStack() as stack:
             # 1. Measure the memory of all devices.
-            meters = []
-            for device in self._devices_of(module):
-                meter = stack.enter_context(PeakMeter(device))
-                meters.append(meter)
+            meters = [stack.enter_context(PeakMeter(device)) for device in self._devices_of(module)]
             # 2. Evaluate.
             batches = iter(part)
             for batch in islice(batches, self.limit):

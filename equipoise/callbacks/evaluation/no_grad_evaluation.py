@@ -280,10 +280,7 @@ class NoGradEvaluation(Callback):
             result: The result.
             options: Options of `self.log`.
         """
-        numbers = {}
-        for name, value in result.values.items():
-            if _is_number(value):
-                numbers[f"{self.name}/{name}"] = value
+        numbers = {f"{self.name}/{name}": value for name, value in result.values.items() if _is_number(value)}
         if module is not None:
             for name, value in numbers.items():
                 module.log(name, float(value), logger=False, batch_size=1, **options)

@@ -46,10 +46,7 @@ class Display:
 
     def _divert_logs(self, streams: tuple[Any, Any]) -> None:
         """Let handlers that write to one of the streams write above the redrawn lines."""
-        self._diverted = []
-        for handler in _log_handlers():
-            if handler.stream in streams:
-                self._diverted.append((handler, handler.stream))
+        self._diverted = [(handler, handler.stream) for handler in _log_handlers() if handler.stream in streams]
         for handler, _ in self._diverted:
             handler.setStream(sys.stderr)
 
