@@ -135,10 +135,10 @@ def link_collections(module: nn.Module) -> None:
 def metric_states(module: nn.Module) -> dict[str, Any]:
     """Return copies of the states of all metrics; `state_dict` leaves them out unless they are persistent."""
     link_collections(module)
-    states = {}
-    for name, metric in named_metrics(module).items():
-        states[name] = {"state": _copied(metric.metric_state), "count": metric.update_count}
-    return states
+    return {
+        name: {"state": _copied(metric.metric_state), "count": metric.update_count}
+        for name, metric in named_metrics(module).items()
+    }
 
 
 def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
@@ -188,9 +188,7 @@ def take_metric_state(metric: Metric) -> MetricState:
     # 1. Read the state.
     names = _states_of(metric)
     empty = _EMPTY if names else _EMPTY_WRAPPER
-    state: MetricState = {}
-    for name in (*names, *empty):
-        state[name] = getattr(metric, name)
+    state = {name: getattr(metric, name) for name in (*names, *empty)}
     # 2. Replace it by the defaults.
     fresh: MetricState = {}
     for name in names:
@@ -341,9 +339,7 @@ def _batch_state(metric: Metric, copies: Sequence[Any], weights: list[Any]) -> M
         return {}
     state: MetricState = {}
     for name in names:
-        values: list[Any] = []
-        for copy in updated:
-            values.append(_on(getattr(copy, name), metric.device))
+        values = [_on(getattr(copy, name), metric.device) for copy in updated]
         state[name] = _reduced(metric, name, values, updated_weights)
     state[_COUNT] = max(copy.update_count for copy in updated)
     return state
@@ -402,9 +398,7 @@ def states_to_send(metrics: nn.Module) -> list[MetricState]:
     cpu = torch.device("cpu")
     states = []
     for metric in metrics_of(metrics):
-        state: MetricState = {}
-        for name in _states_of(metric):
-            state[name] = _on(getattr(metric, name), cpu)
+        state = {name: _on(getattr(metric, name), cpu) for name in _states_of(metric)}
         state[_COUNT] = metric.update_count
         states.append(state)
     return states
