@@ -52,10 +52,7 @@ def footprint_of(
     # 1. List the module's tensors.
     parameters = list(module.parameters())
     tensors = [*parameters, *module.buffers()]
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # 2. A replica has parameters and gradients of its own, and no optimiser.
     has_tensors_of_module = any(_lies_on(tensor, device) for tensor in tensors)
     if not has_tensors_of_module:

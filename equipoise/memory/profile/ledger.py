@@ -168,9 +168,7 @@ class Ledger:
         # Live bytes by device.
         self._live: dict[str, int] = defaultdict(int)
         self._peaks: dict[tuple[str, str], _Peak] = {}
-        names = {}
-        for name, submodule in module.named_modules():
-            names[id(submodule)] = name
+        names = {id(submodule): name for name, submodule in module.named_modules()}
         self._attribution = Attribution(names, self._on_forward)
         self._watch = OperationWatch(self._on_operation)
         self._running = False
@@ -336,11 +334,11 @@ class Ledger:
 
     def _peaks_on(self, device: str, phase: str | None) -> dict[str, _Peak]:
         """Return the peaks of a device by phase, or that of one phase."""
-        peaks = {}
-        for (peak_phase, peak_device), peak in self._peaks.items():
-            if peak_device == device and phase in (None, peak_phase):
-                peaks[peak_phase] = peak
-        return peaks
+        return {
+            peak_phase: peak
+            for (peak_phase, peak_device), peak in self._peaks.items()
+            if peak_device == device and phase in (None, peak_phase)
+        }
 
     def _live_at(self, peak: _Peak, device: str) -> list[_Entry]:
         """Replay allocations and releases up to a peak, and return the live entries of a device."""
@@ -486,9 +484,7 @@ class Ledger:
                 self._identify(buffer, "buffer", module_name, name)
 
     def _enter_optimizers(self) -> None:
-        parameter_names = {}
-        for name, parameter in self._module.named_parameters():
-            parameter_names[id(parameter)] = name
+        parameter_names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         for optimizer in self._optimizers:
             for owner, state in optimizer.state.items():
                 # Some optimisers have states of another form beside those of the parameters.
