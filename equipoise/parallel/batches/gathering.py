@@ -147,10 +147,7 @@ class _Gatherer:
                 raise _different(outputs, path)
             if output.keys() != first.keys():
                 raise _different(outputs, path)
-        results = []
-        for key in first:
-            values = [output[key] for output in outputs]
-            results.append(self.gather(values, f"{path}[{key!r}]"))
+        results = [self.gather([output[key] for output in outputs], f"{path}[{key!r}]") for key in first]
         return rebuild(first, results)
 
     def _sequences(self, outputs: Sequence[Any], path: str) -> Any:
@@ -160,11 +157,8 @@ class _Gatherer:
                 raise _different(outputs, path)
             if len(output) != len(first):
                 raise _different(outputs, path)
-        results = []
         columns = zip(*outputs, strict=True)
-        for index, values in enumerate(columns):
-            results.append(self.gather(values, f"{path}[{index}]"))
-        return rebuild(first, results)
+        return rebuild(first, [self.gather(values, f"{path}[{index}]") for index, values in enumerate(columns)])
 
     def _dataclasses(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
@@ -254,9 +248,7 @@ def _ambiguous(items: list[Any], path: str) -> StepError:
 def _different(outputs: Sequence[Any], path: str = "") -> StepError:
     """Return the error for parts that returned different structures."""
     place = f" at {path}" if path else ""
-    descriptions = []
-    for number, output in enumerate(outputs, start=1):
-        descriptions.append(f"part {number}: {_described(output)}")
+    descriptions = [f"part {number}: {_described(output)}" for number, output in enumerate(outputs, start=1)]
     parts = "; ".join(descriptions)
     return StepError(
         f"The parts of a batch returned different structures{place}: {parts}. A step must return the"

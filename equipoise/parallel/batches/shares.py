@@ -121,11 +121,7 @@ def sizes_by_shares(batch_size: int, shares: Sequence[float]) -> list[int]:
         remainder = exact_sizes[index] - sizes[index]
         return -remainder, index
 
-    candidates = []
-    for index, share in enumerate(shares):
-        if share > 0:
-            candidates.append(index)
-    candidates.sort(key=order)
+    candidates = sorted((index for index, share in enumerate(shares) if share > 0), key=order)
     remaining = batch_size - sum(sizes)
     for index in candidates[:remaining]:
         sizes[index] += 1
@@ -327,10 +323,7 @@ def _quickest_sizes(
         return base + (sizes[index] + 1) * per_sample
 
     while sum(sizes) < batch_size:
-        with_room = []
-        for index, limit in enumerate(limits):
-            if limit is None or sizes[index] < limit:
-                with_room.append(index)
+        with_room = [index for index, limit in enumerate(limits) if limit is None or sizes[index] < limit]
         best = min(with_room, key=end_with_one_more)
         sizes[best] += 1
     return sizes

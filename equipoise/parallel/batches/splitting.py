@@ -134,11 +134,7 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
 
     # Each item in parts, and a container like the batch for each part.
     items_in_parts = [split(item, sizes, dim) for item in items]
-    parts = []
-    for index in range(len(sizes)):
-        part_items = [item_parts[index] for item_parts in items_in_parts]
-        parts.append(rebuild(batch, part_items))
-    return parts
+    return [rebuild(batch, [item_parts[index] for item_parts in items_in_parts]) for index in range(len(sizes))]
 
 
 _WAY_OUT = (

@@ -114,9 +114,7 @@ def _gather_tensor(tensor: Tensor, device: torch.device, group: Any, sync_grads:
     local = tensor.to(device).contiguous()
     if sync_grads and local.requires_grad:
         return _gather_with_graph(local, group)
-    gathered = []
-    for _ in range(dist.get_world_size(group)):
-        gathered.append(torch.empty_like(local))
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local.detach(), group=group)
     return torch.stack(gathered)
 

@@ -43,9 +43,7 @@ class _Bucket:
 
         # 2. Divide it into a view of each gradient's shape, and the tail.
         *segments, self.tail = torch.split(self.flat, [*sizes, tail_size])
-        self.views = []
-        for segment, parameter in zip(segments, parameters, strict=True):
-            self.views.append(segment.view(parameter.shape))
+        self.views = [segment.view(parameter.shape) for segment, parameter in zip(segments, parameters, strict=True)]
         # The tail of a process that has all gradients.
         self.full_tail = torch.ones_like(self.tail)
         self.weight: Weight = 1

@@ -243,10 +243,11 @@ def _required_number(environment: Mapping[str, str], name: str) -> int:
     number = _number(environment, name)
     if number is not None:
         return number
-    present = []
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
-        if key in environment:
-            present.append(f"{key}={environment[key]}")
+    present = [
+        f"{key}={environment[key]}"
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+        if key in environment
+    ]
     raise ConfigurationError(
         f"The environment says {', '.join(present)}, but not {name}. Start the script with torchrun, which sets all"
         " of them, or unset them to let the trainer start its processes by itself."

@@ -62,9 +62,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # One object for each memory, by address and size, so that tensors which share memory still do.
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         # Positions of the reader's objects, by identity.
-        self._positions: dict[int, int] = {}
-        for index, item in enumerate(shared_objects):
-            self._positions[id(item)] = index
+        self._positions: dict[int, int] = {id(item): index for index, item in enumerate(shared_objects)}
         # Classes and functions of the script, by their names in `__main__`.
         self._script_definitions: dict[str, Any] = {}
 

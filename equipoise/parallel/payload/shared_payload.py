@@ -110,9 +110,7 @@ class SharedPayload:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(self.descriptor, layout.size, flags=mmap.MAP_PRIVATE, prot=protection)
         view = memoryview(memory)
-        contents = []
-        for offset, length in layout.parts:
-            contents.append(view[offset : offset + length])
+        contents = [view[offset : offset + length] for offset, length in layout.parts]
         main, *buffers = contents
         return Unpickler(io.BytesIO(main), shared_objects, buffers).load()
 

@@ -211,9 +211,5 @@ class DeviceThreads:
 
 def _errors_of(futures: Sequence[Future[None]]) -> list[BaseException]:
     """Wait for all futures and return their errors."""
-    errors = []
-    for future in futures:
-        error = future.exception()
-        if error is not None:
-            errors.append(error)
-    return errors
+    errors = (future.exception() for future in futures)
+    return [error for error in errors if error is not None]

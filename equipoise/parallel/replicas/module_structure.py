@@ -25,9 +25,7 @@ class ModuleStructure:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # Dictionaries of parameters and children. They are compared by the identity of their values, and by their
         # lengths, since `map` ends with the shorter of two lists.
-        self._registered: list[dict[str, Any]] = []
-        for module in modules:
-            self._registered.append(parameters_of(module))
+        self._registered: list[dict[str, Any]] = [parameters_of(module) for module in modules]
         for module in modules:
             self._registered.append(children_of(module))
         values = map(dict.values, self._registered)

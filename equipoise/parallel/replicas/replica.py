@@ -93,10 +93,9 @@ class Replica:
 
         # 2. Its attributes.
         self._trainable: list[bool] = []
-        self._attributes: list[_Attributes] = []
-        for module, shell in self._shells:
-            attributes = self._compare_attributes(type(module), vars(module), vars(shell))
-            self._attributes.append(attributes)
+        self._attributes: list[_Attributes] = [
+            self._compare_attributes(type(module), vars(module), vars(shell)) for module, shell in self._shells
+        ]
         self.refresh_attributes()
         for _, shell in self._shells:
             if isinstance(shell, nn.RNNBase):

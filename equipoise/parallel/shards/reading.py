@@ -216,9 +216,9 @@ class ShardReader(StorageReader):
         chunk = chunks[tuple(index.offset or ())]
         values = self._read(index.fqn, saved, chunk)
         # In each dimension, the indices within the shard.
-        slices = []
-        for begin, length in zip(item.storage_offsets, item.lengths, strict=True):
-            slices.append(slice(begin, begin + length))
+        slices = [
+            slice(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
+        ]
         return values[tuple(slices)]
 
     def _pieces(self, name: str, saved: SavedTensor, chunk: Chunk) -> Iterator[Tensor]:
@@ -251,10 +251,7 @@ class ShardReader(StorageReader):
 
 def _metadata_of(saved: SavedTensor) -> TensorStorageMetadata:
     """Return a tensor as torch describes it."""
-    chunks = []
-    for chunk in saved.chunks:
-        offsets = torch.Size(chunk.offsets)
-        chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in saved.chunks]
     properties = TensorProperties(dtype=saved.dtype)
     return TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
 

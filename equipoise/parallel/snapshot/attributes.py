@@ -47,9 +47,7 @@ class Attributes:
 
     def mark(self) -> None:
         """Note the present values."""
-        self._values = []
-        for holder in self._holders:
-            self._values.append(dict(self._namespace_of(holder)))
+        self._values = [dict(self._namespace_of(holder)) for holder in self._holders]
 
     def first_change(self) -> tuple[Any, str] | None:
         """Return the first object with a name that is new or names another object than at the mark, and that name.
@@ -115,9 +113,7 @@ class Containers:
 
     def mark(self) -> None:
         """Note the present contents."""
-        self._contents = []
-        for container in self._containers:
-            self._contents.append(container.copy())
+        self._contents = [container.copy() for container in self._containers]
 
     def restore(self) -> None:
         """Restore the contents. The containers remain the same objects."""

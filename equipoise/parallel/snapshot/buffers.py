@@ -138,10 +138,7 @@ def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
         indices_by_kind.setdefault(kind, []).append(index)
     # 2. Allocate the copies.
     with torch.no_grad():
-        groups = []
-        for indices in indices_by_kind.values():
-            groups.append(_BufferGroup(buffers, indices))
-    return groups
+        return [_BufferGroup(buffers, indices) for indices in indices_by_kind.values()]
 
 
 @dataclass
