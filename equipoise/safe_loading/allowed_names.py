@@ -161,10 +161,7 @@ def _full_name(kind: Any) -> str:
 @cache
 def _torch_values() -> dict[str, Any]:
     """Return the dtypes, and the types of storages, which stand for dtypes."""
-    values: dict[str, Any] = {}
-    for value in vars(torch).values():
-        if isinstance(value, torch.dtype):
-            values[str(value)] = value
+    values = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     # Storages were defined in each of these modules, one after the other.
     for module in ("torch", "torch.storage", "torch.cuda"):
         for name, dtype in STORAGE_TYPES.items():

@@ -183,10 +183,7 @@ class _ArchiveReader:
 
     def _find_folder(self) -> str:
         """Return the folder that holds all members, with a slash at its end."""
-        pickles = []
-        for name in self.members:
-            if name.count("/") == 1 and name.endswith("/data.pkl"):
-                pickles.append(name)
+        pickles = [name for name in self.members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise CheckpointError("it holds no 'data.pkl'")
         return pickles[0].removesuffix("data.pkl")
