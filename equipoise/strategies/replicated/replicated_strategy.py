@@ -236,9 +236,10 @@ class ReplicatedStrategy(Strategy):
     def _run_parts(self, step: TrainingStep | EvaluationStep, parts: PlacedParts) -> StepResult:
         replicas = self._current_run.replicas
         replicas.refresh(parts.indices)
-        work = []
-        for part, index, size in zip(parts, parts.indices, parts.sizes, strict=True):
-            work.append((index, partial(step.run_on, replicas[index], part, size)))
+        work = [
+            (index, partial(step.run_on, replicas[index], part, size))
+            for part, index, size in zip(parts, parts.indices, parts.sizes, strict=True)
+        ]
         with replicas.metrics_in_parts(parts.indices, parts.sizes):
             results: list[StepResult] = self._compute(work, parts.sizes)
         replicas.give_back(parts.indices[0])

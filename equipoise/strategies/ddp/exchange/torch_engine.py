@@ -90,11 +90,8 @@ class TorchEngine:
 
     def _zero_loss(self) -> Tensor:
         """Return a loss of 0 that depends on every parameter, for a process without a batch."""
-        terms = []
-        for parameter in self._trainable.values():
-            empty = parameter.flatten()[:0]
-            terms.append(empty.sum().to(torch.float32))
-        return torch.stack(terms).sum()
+        empty = [parameter.flatten()[:0] for parameter in self._trainable.values()]
+        return torch.stack([values.sum().to(torch.float32) for values in empty]).sum()
 
     def collect(self) -> None:
         """Refuse parameters without a gradient by name, before hooks may remove some.

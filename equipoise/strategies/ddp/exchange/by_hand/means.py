@@ -37,8 +37,7 @@ def mean_of(tensors: Sequence[Tensor], share: Share) -> list[Tensor]:
     # 1. Tensors that travel together, in the same order in all processes.
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        group = groups.setdefault((tensor.dtype, tensor.device), [])
-        group.append(index)
+        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
 
     # 2. Their means. Each is memory of its own, which the user may change in place.
     means = list(tensors)

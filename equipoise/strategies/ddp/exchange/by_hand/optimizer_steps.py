@@ -85,12 +85,8 @@ class OptimizerSteps:
         """Return the gradients that may differ between the processes."""
         # After an exchange without a backward of this process, it has not done what others have done meanwhile.
         every = self._meetings.has_joined
-        gradients = []
-        for parameter in optimizer_parameters(optimizer):
-            gradient = parameter.grad
-            if gradient is not None and (every or not is_exchanged(gradient)):
-                gradients.append(gradient)
-        return gradients
+        gradients = (parameter.grad for parameter in optimizer_parameters(optimizer))
+        return [gradient for gradient in gradients if gradient is not None and (every or not is_exchanged(gradient))]
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:
