@@ -86,10 +86,7 @@ def shared_objects(parts: TrainerParts, request: Request) -> list[Any]:
         *module.buffers(),
     ]
     # 2. Take each once.
-    by_identity = {}
-    for item in objects:
-        if item is not None:
-            by_identity[id(item)] = item
+    by_identity = {id(item): item for item in objects if item is not None}
     return list(by_identity.values())
 
 

@@ -305,10 +305,9 @@ def _restore_optimizers(
             " `load_from_checkpoint` and without ckpt_path."
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    saved_dtypes = {}
-    for identity, name in names.items():
-        if isinstance(weights.get(name), Tensor):
-            saved_dtypes[identity] = weights[name].dtype
+    saved_dtypes = {
+        identity: weights[name].dtype for identity, name in names.items() if isinstance(weights.get(name), Tensor)
+    }
     for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
         entry = f"optimizer_states[{index}]"
         with loading(entry, optimizer):

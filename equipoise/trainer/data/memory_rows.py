@@ -167,9 +167,7 @@ def _take_joined(dataset: ConcatDataset[Any], indices: Sequence[int]) -> Any:
     if len(samples) > 1 and len(indices) < _FEWEST_SAMPLES_OF_PART * len(samples):
         raise LookupError("The parts have too few samples in the batch.")
     # 2. Put the rows of all parts together.
-    pieces = []
-    for part, samples_of_part in samples.items():
-        pieces.append(take(dataset.datasets[part], samples_of_part))
+    pieces = [take(dataset.datasets[part], samples_of_part) for part, samples_of_part in samples.items()]
     if len(pieces) == 1:
         return pieces[0]
     places = [torch.tensor(positions[part], device="cpu") for part in samples]
@@ -184,11 +182,7 @@ def _merged(pieces: Sequence[Any], places: Sequence[Tensor], size: int) -> Any:
     if isinstance(first, dict):
         if any(piece.keys() != first.keys() for piece in pieces):
             raise TypeError("The parts have samples with other names.")
-        values = {}
-        for name in first:
-            members = [piece[name] for piece in pieces]
-            values[name] = _merged(members, places, size)
-        return values
+        return {name: _merged([piece[name] for piece in pieces], places, size) for name in first}
     if isinstance(first, list):
         return [_merged(members, places, size) for members in zip(*pieces, strict=True)]
     merged = first.new_empty((size, *first.shape[1:]))

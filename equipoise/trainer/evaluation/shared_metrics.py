@@ -51,10 +51,9 @@ def _shared(
     module: nn.Module, training: Collection, validation: Collection, earlier_names: frozenset[str]
 ) -> dict[str, Metric]:
     """Return the metrics that training has logged in this epoch, and a validation, too; by the names of values."""
-    trained = {}
-    for entry in training.entries.values():
-        if entry.live and entry.metric is not None:
-            trained[entry.name] = entry.metric
+    trained = {
+        entry.name: entry.metric for entry in training.entries.values() if entry.live and entry.metric is not None
+    }
     if not trained:
         return {}
     validated = {id(entry.metric) for entry in validation.entries.values()}

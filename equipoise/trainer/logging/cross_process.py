@@ -79,10 +79,11 @@ class LogReduction:
         values_of_processes = self.gather(values_here)
         # 2. Combine those of each entry. A process without a batch has none.
         for key, entry in entries.items():
-            values = []
-            for values_of_process in values_of_processes:
-                if key in values_of_process:
-                    values.append(values_of_process[key].to(self.device))
+            values = [
+                values_of_process[key].to(self.device)
+                for values_of_process in values_of_processes
+                if key in values_of_process
+            ]
             if values:
                 entry.set_step_value(combined(values, entry.options.reduce_fx))
 

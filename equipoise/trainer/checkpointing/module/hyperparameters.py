@@ -41,10 +41,7 @@ class UnplacedHyperparameters:
     def __init__(self, module: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
         self._names: list[tuple[str, Tensor]] = []
         self.networks: dict[str, Any] = {}
-        networks = {}
-        for name, value in hyperparameters.items():
-            if _holds_part(value, module):
-                networks[name] = value
+        networks = {name: value for name, value in hyperparameters.items() if _holds_part(value, module)}
         if not networks:
             return
         # 1. Empty tensors in place of all weights.

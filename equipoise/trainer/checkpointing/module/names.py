@@ -23,10 +23,7 @@ def with_present_names(state: dict[str, Any], present: Iterable[str]) -> dict[st
         {'net.bias': 1}
     """
     names = {uncompiled_name(name): name for name in present}
-    renamed = {}
-    for name, value in state.items():
-        present_name = names.get(uncompiled_name(name), name)
-        renamed[present_name] = value
+    renamed = {names.get(uncompiled_name(name), name): value for name, value in state.items()}
     # Two names of then may mean one now: what fits as it is stays.
     if len(renamed) < len(state) or renamed.keys() == state.keys():
         return state
