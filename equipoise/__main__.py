@@ -297,11 +297,9 @@ def _keys_to_explain(arguments: Sequence[str]) -> list[str]:
     if "--help" not in arguments:
         return []
     start = arguments.index("--help") + 1
-    keys = []
-    for argument in arguments[start:]:
-        if "=" not in argument and not argument.startswith(("-", "~", "+")):
-            keys.append(argument)
-    return keys
+    return [
+        argument for argument in arguments[start:] if "=" not in argument and not argument.startswith(("-", "~", "+"))
+    ]
 
 
 def _announce_example() -> None:

@@ -164,11 +164,7 @@ def format_span(seconds: float) -> str:
         count, remaining = divmod(remaining, size)
         if count or counts:
             counts.append((count, unit))
-    words = []
-    for count, unit in counts[:2]:
-        if count:
-            words.append(f"{count} {unit}")
-    return " ".join(words)
+    return " ".join(f"{count} {unit}" for count, unit in counts[:2] if count)
 
 
 def format_rate(rate: float) -> str:

@@ -152,10 +152,7 @@ class Precision:
     def _convert_all_but_norms(self, module: nn.Module) -> None:
         # 1. Keep the values of the normalisation layers, because the conversion below would round them.
         norms = [child for child in module.modules() if _is_norm(child, module)]
-        norm_values = []
-        for norm in norms:
-            values = [tensor.detach().to(torch.float32) for tensor in _floats_of(norm)]
-            norm_values.append(values)
+        norm_values = [[tensor.detach().to(torch.float32) for tensor in _floats_of(norm)] for norm in norms]
 
         # 2. Convert the module immediately: modules may override `to`.
         module.to(self._dtype)
@@ -450,11 +447,11 @@ def _is_norm(module: nn.Module, root: nn.Module) -> bool:
 
 def _floats_of(module: nn.Module) -> list[Tensor]:
     """Return the floating parameters and buffers that have values."""
-    tensors = []
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.is_floating_point() and not is_lazy(tensor):
-            tensors.append(tensor)
-    return tensors
+    return [
+        tensor
+        for tensor in chain(module.parameters(), module.buffers())
+        if tensor.is_floating_point() and not is_lazy(tensor)
+    ]
 
 
 def _hold_norm(norm: nn.Module) -> None:

@@ -112,9 +112,7 @@ def _folder_of(point: EntryPoint) -> Path:
 def _points(kind: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a kind by name. A name that packages offer twice has several."""
     group = f"{_PACKAGE}.{kind}"
-    points: dict[str, list[EntryPoint]] = {}
-    for point in _points_in_checkout(group):
-        points[point.name] = [point]
+    points = {point.name: [point] for point in _points_in_checkout(group)}
     has_own = bool(points)
 
     def own_first(point: EntryPoint) -> tuple[bool, str]:
