@@ -222,7 +222,7 @@ def _exact_position(parts: TrainerParts, module: LightningModule, path: str | No
     entry["checkpoint_callbacks"] = saving_states(
         state.callbacks, writer, path, parts.global_step, hook, fit.kept_files
     )
-    fit.note_files(kept_files(state.callbacks))
+    fit.kept_files = kept_files(state.callbacks)
     entry["written_in"] = None
     if writer is not None:
         entry["written_in"] = [hook, writer.state_key]

@@ -63,7 +63,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
     state = parts.state
     refuse_finders(state)
     # A subclass of the Trainer may override the property.
-    state.set_root_dir(parts.trainer.default_root_dir)
+    state.root_dir = parts.trainer.default_root_dir
     state.begin(request.fn)
     slurm.count_fit(state)
 
@@ -166,13 +166,13 @@ class _Run:
         if path is None:
             trainer = self.parts.trainer
             path = select_checkpoint(state, trainer, request.ckpt_path, module_given=request.module_given)
-        state.note_checkpoint(path)
+        state.loaded_ckpt_path = path
         checkpoint: dict[str, Any] | None = None
         if path is not None:
             checkpoint = self._read_checkpoint(path)
             # Before the user's code asks how many steps there are.
             if request.fitting:
-                self.fit_loop.fit.data.keep_steps(RunSteps.from_checkpoint(checkpoint.get(OUR_KEY, {})))
+                self.fit_loop.fit.data.steps = RunSteps.from_checkpoint(checkpoint.get(OUR_KEY, {}))
 
         # 2. The user's setup, and the module's weights.
         # A subclass of the Trainer may override the property.
@@ -264,7 +264,8 @@ class _Run:
         optimizers, configs = parse_optimizers(self.hooks.call_module("configure_optimizers"), self.module)
         if state.fuses_optimizers:
             fuse_optimizers(optimizers, self.module)
-        state.set_optimizers(optimizers, configs)
+        state.optimizers = optimizers
+        state.lr_scheduler_configs = configs
         for extension in step_extensions(state):
             extension.check_optimizer(self.fit_loop.training_steps.stepped_optimizer())
         self.strategy.portable.connect_optimizers(optimizers)

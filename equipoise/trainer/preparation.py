@@ -39,13 +39,13 @@ def prepare(parts: TrainerParts, request: Request) -> tuple[Hooks, RunData]:
     state = parts.state
     module = request.module
     module.trainer = parts.trainer
-    state.set_datamodule(request.datamodule)
+    state.datamodule = request.datamodule
     if request.datamodule is not None:
         request.datamodule.trainer = parts.trainer
     if request.fitting:
         has_timer = any(is_a(callback, Timer) for callback in state.callbacks)
         state.set_default_epochs(has_timer=has_timer)
-    state.set_callbacks(merge_callbacks(state.callbacks, _callbacks_of(module)))
+    state.callbacks = merge_callbacks(state.callbacks, _callbacks_of(module))
 
     # 2. Logged values.
     _connect_logs(parts, module)

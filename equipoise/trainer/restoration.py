@@ -256,9 +256,9 @@ def restore_training_state(parts: TrainerParts, module: LightningModule, checkpo
         parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
         saved = entry.get("checkpoint_callbacks", {})
         load_saving_states(state.callbacks, saved)
-        parts.fit_loop.fit.note_files(kept_files(state.callbacks))
+        parts.fit_loop.fit.kept_files = kept_files(state.callbacks)
         later_files = files_written_after(path, state.callbacks, saved, time_of)
-    parts.fit_loop.note_later_files(parts.strategy.processes.broadcast(later_files))
+    parts.fit_loop.later_files = parts.strategy.processes.broadcast(later_files)
 
     # 4. The optimisers.
     weights = checkpoint.get("state_dict", {})

@@ -74,14 +74,6 @@ class AccumulationWindow:
         equal_weight = (self._equal_parts + 1) * reference
         return equal_weight + self._unequal_weight
 
-    def resize(self, parts: int) -> None:
-        """Set the nominal number of parts.
-
-        Args:
-            parts: The number.
-        """
-        self.parts = parts
-
     @property
     def has_reference(self) -> bool:
         """True if the reference weight is fixed."""
@@ -165,10 +157,6 @@ class AccumulationWindow:
         if total == nominal:
             return None
         return nominal / total
-
-    def share_reference(self, sync_reference: Callable[[float], float] | None) -> None:
-        """Make the reference weight the same in all processes, by this function; None: there is one process."""
-        self.sync_reference = sync_reference
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None:
         """Note that the next part is a micro-batch.

@@ -122,10 +122,6 @@ class TrainingData(SentState):
             self.loaded_at = loaded_at
             self.loaders.workers.load_state_dict(workers)
 
-    def keep_steps(self, steps: RunSteps) -> None:
-        """Continue with the steps of a checkpoint, from the next request on."""
-        self.steps = steps
-
     def forget(self) -> None:
         """Forget the loaders, so that they are requested anew."""
         self.loaders = None
@@ -196,10 +192,6 @@ class TrainingData(SentState):
             raise ConfigurationError(
                 f"{self.stream.describe_empty()} max_epochs=-1 would repeat empty epochs forever: give a number."
             )
-
-    def leave_stream(self) -> None:
-        """Forget the stream at the end of its epoch."""
-        self.stream = None
 
     def close(self) -> None:
         """End the stream, and the workers of the loaders."""

@@ -105,7 +105,7 @@ class EvaluationSteps:
         index = -1
         for batch in batches:
             index += 1
-            progress.mark_last(final and index + 1 == stream.length)
+            progress.is_last_batch = final and index + 1 == stream.length
             # 2. Copy the batch to the devices, in parts.
             parts = place(batch, transfer)
             batch = parts[0] if len(parts) == 1 else batch
@@ -133,7 +133,7 @@ class EvaluationSteps:
             del output, batch, parts
         # A loader may have ended before its promised length.
         if index >= 0:
-            progress.mark_last(final)
+            progress.is_last_batch = final
         self._strategy.await_others(step)
 
     def _step(self, stage: str) -> EvaluationStep:

@@ -131,14 +131,6 @@ class EvaluationLoop(SentState):
         steps_logged = [[index, count] for index, count in self._steps_logged.items()]
         return {"loaded_at": self.loaded_at, "workers": workers, "steps_logged": steps_logged}
 
-    def resume_loaders(self, saved: dict[str, Any] | None) -> None:
-        """Continue to read the loaders of an earlier run, once they are requested.
-
-        Args:
-            saved: The `loaders_state` of that run; None if its checkpoint has none.
-        """
-        self.resumed = saved
-
     def _restore_loaders(self, epoch: int) -> None:
         """Continue to read the loaders of the resumed run, unless it would have requested new ones by now."""
         saved = self.resumed

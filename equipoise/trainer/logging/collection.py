@@ -93,7 +93,7 @@ class Collection:
         """Forget the values of a step that are synchronised over processes."""
         for entry in self.entries.values():
             if entry.syncs_steps:
-                entry.set_step_value(None)
+                entry.step = None
 
     def values_of_step(self, dataloader_idx: int | None) -> Iterator[tuple[str, Tensor, Entry]]:
         """Yield name, value and entry of everything that has a value of the present step.

@@ -62,7 +62,7 @@ class LogReduction:
             entry.set_epoch_value(self._epoch_value(entry, reports))
             step = reports[0]["step"]
             if entry.options.rank_zero_only and entry.step is None and step is not None:
-                entry.set_step_value(step.to(self.device))
+                entry.step = step.to(self.device)
 
     def sync_step_values(self, collection: Collection) -> None:
         """Reduce the values of a step that were logged with `sync_dist=True`, over the processes that logged them."""
@@ -85,7 +85,7 @@ class LogReduction:
                 if key in values_of_process
             ]
             if values:
-                entry.set_step_value(combined(values, entry.options.reduce_fx))
+                entry.step = combined(values, entry.options.reduce_fx)
 
     def _reports_of(self, collection: Collection, dataloader_idx: int | None) -> list[EntryState]:
         """Return the states of the entries that other processes must know."""

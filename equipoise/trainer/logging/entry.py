@@ -131,10 +131,6 @@ class Entry:
             rank_zero_warn(f"The value logged as {self.name!r} is of {value.dtype}; it is made floating to be reduced.")
         return value.to(self.dtype)
 
-    def set_step_value(self, value: Any) -> None:
-        """Replace the value of the step, for one of all processes; None if this process has none."""
-        self.step = value
-
     def set_epoch_value(self, value: Any) -> None:
         """Set the epoch's value, which was computed over all processes.
 

@@ -258,10 +258,6 @@ class Logs:
         if self.collection is not None:
             self.collection.forget_synchronized_steps()
 
-    def resume_batches(self, in_batches: bool) -> None:
-        """Continue an epoch of an earlier process, whose batches had begun or not."""
-        self.in_batches = in_batches
-
     def end_batches(self, *, show: bool = True) -> None:
         """End the batches of a loop, or of one of its loaders. From now on, values of the epoch are read.
 

@@ -132,10 +132,6 @@ class FitLoop:
         self.hook_state = HookState(self.state, strategy, hooks, self.fit.data, self.val_loop)
         self.fit.begin_run(self.hook_state)
 
-    def note_later_files(self, paths: set[str]) -> None:
-        """Note the checkpoints that are newer than the one that this run resumes from."""
-        self.later_files = paths
-
     def resume(self, loop_state: dict[str, Any], ours: dict[str, Any]) -> None:
         """Prepare to continue from a checkpoint, once its counters are loaded.
 
@@ -146,7 +142,7 @@ class FitLoop:
         from equipoise.trainer.loops.resumption import resume
 
         self.fit.run = ours.get("run", self.fit.run)
-        self.fit.switches.resume(ours.get("switches", {}))
+        self.fit.switches.turned = ours.get("switches", {})
         self.resumption = resume(
             self.state, self.module, self.strategy, self.hooks, self.logs, self.fit, self.val_loop, loop_state, ours
         )
@@ -319,7 +315,7 @@ class FitLoop:
         """Call `on_train_epoch_start` and draw the epoch's order. A resumed epoch only continues its stream."""
         progress = self.fit.progress
         data = self.fit.data
-        self.fit.leave_epoch(None)
+        self.fit.left = None
         # 1. The loaders, which learn the number of the epoch.
         self.load_data()
         assert data.loaders is not None
@@ -328,8 +324,8 @@ class FitLoop:
         if self.resumption is None:
             # An epoch that was left early may have left it open.
             self.fit.window.reset()
-            self.fit.end_early(early=False)
-            self.fit.note_validation(in_epoch=False)
+            self.fit.has_ended_early = False
+            self.fit.has_validated_in_epoch = False
             progress.epoch.current.make_ready()
             self.hooks.call("on_train_epoch_start")
             progress.epoch.current.start()
@@ -397,9 +393,9 @@ class FitLoop:
         epoch = self.fit.progress.epoch.current
         # 1. Note where a limit has cut the epoch short.
         if not self.fit.batches_done():
-            self.fit.leave_epoch(self.position.at_left_epoch())
+            self.fit.left = self.position.at_left_epoch()
         all_have_trained = self.fit.data.open_stream.whole > 0
-        self.fit.data.leave_stream()
+        self.fit.data.stream = None
         self.logs.end_batches()
         epoch.process()
         # 2. Callbacks that monitor a metric come last, to see what the module logs in its own hook.
@@ -438,8 +434,8 @@ class FitLoop:
         """Validate between two batches."""
         if self.replica_check is not None:
             self.replica_check.compare_noted()
-        self.fit.note_validation(in_epoch=True)
-        self.fit.note_before_validation(self.position.before_validation())
+        self.fit.has_validated_in_epoch = True
+        self.fit.before_validation = self.position.before_validation()
         self.state.begin_validation()
         self.fit.switches.enter_validation(self.module)
         # The memory of the gradients is free during the validation.
@@ -511,8 +507,7 @@ class FitLoop:
         # 1. The values that the epoch has logged.
         if position is not None and not resumption.at_epoch_end:
             resumption.load_logs()
-            has_begun_batches = resumption.in_epoch and self.fit.progress.batch.current.ready > 0
-            self.logs.resume_batches(has_begun_batches)
+            self.logs.in_batches = resumption.in_epoch and self.fit.progress.batch.current.ready > 0
         # 2. The order of the batches.
         if resumption.in_epoch:
             self._begin_epoch()

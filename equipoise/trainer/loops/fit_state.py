@@ -95,14 +95,6 @@ class FitState(SentState):
         """Note that `on_train_end` is called."""
         self.has_ended = True
 
-    def leave_epoch(self, left: dict[str, Any] | None) -> None:
-        """Note that a limit cuts the epoch short.
-
-        Args:
-            left: State with which a later run continues it; None if it is not cut short.
-        """
-        self.left = left
-
     def begin_run(self, hook_state: HookState) -> None:
         """Forget the switches and the loaders of earlier runs, and what their hooks have set.
 
@@ -114,14 +106,6 @@ class FitState(SentState):
         self.unplaced = None
         self.data.forget()
 
-    def note_validation(self, *, in_epoch: bool) -> None:
-        """Note whether a validation has begun in the present epoch."""
-        self.has_validated_in_epoch = in_epoch
-
-    def end_early(self, *, early: bool) -> None:
-        """Note whether the batches of the epoch ended before their promised number."""
-        self.has_ended_early = early
-
     def mark_uneven(self, is_uneven: bool) -> None:
         """Note whether a step is in progress for which some processes may have no batch."""
         self.is_uneven = is_uneven
@@ -131,14 +115,6 @@ class FitState(SentState):
         """Note whether replicas are to be compared after the next optimiser step."""
         self.awaits_step = awaits
         self.meets = awaits or self.is_uneven
-
-    def note_before_validation(self, state: dict[str, Any]) -> None:
-        """Note the state that a validation will change."""
-        self.before_validation = state
-
-    def note_files(self, kept: dict[str, set[str]]) -> None:
-        """Note the files that checkpoint callbacks keep."""
-        self.kept_files = kept
 
     def note_wait(self) -> bool:
         """Note that a request to stop waits for `min_epochs` or `min_steps`. Return True the first time."""

@@ -62,8 +62,7 @@ def resume(
     if stopped_by and {state_key_of(callback) for callback in state.callbacks}.issuperset(stopped_by):
         state.stop_requests.update(stopped_by)
     # 2. An epoch that a limit has cut short continues there, if the limits now allow it.
-    left = ours.get("left")
-    fit.leave_epoch(left)
+    left = fit.left = ours.get("left")
     limit_is_reached = 0 <= state.max_steps <= state.progress.global_step(module) or state.should_stop
     if left is not None and not limit_is_reached:
         loop_state = left["loop"]
@@ -191,7 +190,7 @@ class Resumption:
             val_loaders = position.get("val_loaders")
             if self.in_validation and not self.has_validated():
                 val_loaders = position["before_validation"].get("val_loaders")
-            val_loop.resume_loaders(val_loaders)
+            val_loop.resumed = val_loaders
 
     def _restore_counters(self) -> None:
         """Set the counters back to the last batch, or the last epoch, that was completed."""

@@ -161,8 +161,8 @@ class TrainingEpoch:
             return
         if progress.is_last_batch:
             return
-        progress.mark_last(True)
-        self.fit.end_early(early=True)
+        progress.is_last_batch = True
+        self.fit.has_ended_early = True
         # 1. The window that was left open.
         is_open = (index + 1) % self.state.accumulate_grad_batches != 0
         if is_open:
@@ -189,6 +189,6 @@ class TrainingEpoch:
 
     def skip_rest(self) -> None:
         """End the epoch before a batch for which `on_train_batch_start` returned -1."""
-        self.progress.batch.mark_last(True)
+        self.progress.batch.is_last_batch = True
         self.progress.batch.current.process()
         self.schedulers.end_batches()

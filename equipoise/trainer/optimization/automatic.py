@@ -97,7 +97,7 @@ class AutomaticOptimization:
         _check_scaler(self._scaler, self._optimizer)
         self._scaled_steps = self._start_scaler(strategy.root_device)
         self._is_alone = strategy.processes.world_size == 1
-        window.share_reference(None if self._is_alone else strategy.processes.broadcast)
+        window.sync_reference = None if self._is_alone else strategy.processes.broadcast
 
         # 1. The optimisers as the strategy steps them, and the gradients.
         recovers = hooks.recovers and not skip_backward

@@ -116,7 +116,7 @@ class ManualOptimization:
 
         # 1. The step, with everything that the user's closure computes.
         self._counts.make_ready()
-        self.step.enter_phase("optimizer step")
+        self.step.phase = "optimizer step"
         if self._scaled_steps is not None and self._scaled_gradients is not None:
             # A scaler takes no closure.
             result = self._take_scaled_step(strategy_optimizer, compute, self._scaled_steps, **kwargs)
@@ -130,16 +130,16 @@ class ManualOptimization:
 
         # 2. The training step continues.
         self._counts.complete_ready()
-        self.step.enter_phase("training step")
+        self.step.phase = "training step"
         return result
 
     def _compute(self, strategy_optimizer: StrategyOptimizer, closure: Callable[[], Any]) -> Any:
         # 1. The closure. It computes a loss, and may run a backward.
-        self.step.enter_phase("training step")
+        self.step.phase = "training step"
         loss = closure()
 
         # 2. The gradients. A fused optimiser unscales them in its step.
-        self.step.enter_phase("optimizer step")
+        self.step.phase = "optimizer step"
         optimizer = strategy_optimizer.optimizer
         if not unscales_by_itself(optimizer):
             self.unscale(optimizer)
@@ -222,9 +222,6 @@ class _ManualStep(ModuleStep):
         self.batch_idx = indices[0]
         self.phase = "forward"
 
-    def enter_phase(self, phase: Phase) -> None:
-        self.phase = phase
-
     def __call__(self, part: Any) -> StepResult:
         output = self.run(part)
         if output is not None and not isinstance(output, (Tensor, Mapping)):
@@ -258,6 +255,6 @@ class _ManualBackward:
         self._step = step
 
     def manual(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self._step.enter_phase("backward")
+        self._step.phase = "backward"
         self._run(loss, *args, **kwargs)
-        self._step.enter_phase("training step")
+        self._step.phase = "training step"

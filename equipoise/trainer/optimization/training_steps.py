@@ -95,7 +95,7 @@ class TrainingSteps:
             skip_backward: Whether to run the forward only.
             count_skipped: Function that is called when `training_step` has returned None.
         """
-        window.resize(self._state.accumulate_grad_batches)
+        window.parts = self._state.accumulate_grad_batches
         parts = (self._state, self._module, self._strategy, self._hooks, self._precision, self._logs)
         if not self._module.automatic_optimization:
             from equipoise.trainer.optimization.manual import ManualOptimization

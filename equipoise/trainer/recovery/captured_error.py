@@ -36,10 +36,6 @@ class CapturedError:
             error = error.__cause__
         return cls(str(error), lines)
 
-    def note_footprint(self, footprint: Footprint) -> None:
-        """Note the memory of the model."""
-        self.footprint = footprint
-
 
 def raise_with_advice(captured: CapturedError, event: OutOfMemoryEvent, advice: str = "") -> NoReturn:
     """Raise an allocator's error with what it requested, what was free, what uses the rest, and what would help.

@@ -222,7 +222,7 @@ class MicroBatcher:
         size, most, obstacle = self.most(parts)
         failed_device = self._strategy.recovery.device_of_failure(device_of(captured.message))
         device = str(failed_device or self._strategy.root_device)
-        captured.note_footprint(footprint_of(self._module, self._state.optimizers, device))
+        captured.footprint = footprint_of(self._module, self._state.optimizers, device)
         free = free_bytes(captured.message)
         if free is None:
             free = free_memory(device)

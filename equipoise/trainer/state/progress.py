@@ -153,10 +153,6 @@ class BatchProgress(Progress):
         self.current.ready = index + 1
         self.is_last_batch = self.current.ready == length
 
-    def mark_last(self, is_last_batch: bool) -> None:
-        """Set whether the present batch is the last."""
-        self.is_last_batch = is_last_batch
-
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and the flag."""
         return {**super().state_dict(), "is_last_batch": self.is_last_batch}

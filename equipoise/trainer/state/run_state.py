@@ -108,29 +108,6 @@ class RunState(SentState, Stages, Limits, StepChoices):
         self.stop_requests.clear()
         self.summary_rows = {}
 
-    # The steps of a run.
-
-    def set_root_dir(self, root_dir: str) -> None:
-        """Take the folder of files for which the user names no folder."""
-        self.root_dir = root_dir
-
-    def set_datamodule(self, datamodule: LightningDataModule | None) -> None:
-        """Take the data module of a run, if there is one."""
-        self.datamodule = datamodule
-
-    def set_callbacks(self, callbacks: list[Callback]) -> None:
-        """Take the callbacks, to which the module may have added some."""
-        self.callbacks = callbacks
-
-    def note_checkpoint(self, path: Any) -> None:
-        """Note the checkpoint from which the run continues; None if there is none."""
-        self.loaded_ckpt_path = path
-
-    def set_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Take the optimisers and schedulers that `configure_optimizers` has returned."""
-        self.optimizers = optimizers
-        self.lr_scheduler_configs = configs
-
     # Requests to end.
 
     @property

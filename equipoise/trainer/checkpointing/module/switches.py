@@ -36,14 +36,6 @@ class Switches:
     turned: _Values = field(default_factory=dict)
     modes: dict[str, bool] | None = None
 
-    def resume(self, turned: _Values) -> None:
-        """Note what the run had turned from which this one continues.
-
-        Args:
-            turned: The result of `turned_in`.
-        """
-        self.turned = turned
-
     def begin(self, module: nn.Module) -> None:
         """Note the switches as they are when a training begins, and turn those that a former run had turned."""
         self.at_start = _switches_of(module)
