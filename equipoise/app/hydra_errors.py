@@ -70,8 +70,7 @@ def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _explain_missing_file(error, folders)
     if isinstance(error, OverrideParseException):
-        override = error.override
-        return f"Cannot read {override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
+        return f"Cannot read {error.override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
 
     # 2. Errors of OmegaConf that name a key.
     if not isinstance(error, OmegaConfBaseException):
@@ -80,8 +79,7 @@ def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> 
         return None
     key = error.full_key
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        message = _unknown_key(key, error.parent_node or {}, folders)
-        return f"{start}{message}"
+        return f"{start}{_unknown_key(key, error.parent_node or {}, folders)}"
     problem = str(error).splitlines()[0].rstrip(".")
     return f"{start}{key}: {problem}."
 

@@ -44,8 +44,9 @@ def config_class(target: type, *, leave_out: Collection[str] = ()) -> type:
         >>> config_class(EarlyStopping)(monitor="val_loss").patience
         3
     """
-    path = f"{target.__module__}.{target.__qualname__}"
-    fields: list[tuple[str, Any, Any]] = [("_target_", str, field(default=path))]
+    fields: list[tuple[str, Any, Any]] = [
+        ("_target_", str, field(default=f"{target.__module__}.{target.__qualname__}"))
+    ]
     for parameter in inspect.signature(target).parameters.values():
         if parameter.name in leave_out:
             continue

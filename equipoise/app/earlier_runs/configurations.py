@@ -69,8 +69,7 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         parts = [_text(part) for part in value[:_LONGEST]]
-        text = f"[{', '.join(parts)}]"
-        return text[:_LONGEST]
+        return f"[{', '.join(parts)}]"[:_LONGEST]
     return printable(str(value))
 
 

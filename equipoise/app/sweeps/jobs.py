@@ -43,12 +43,11 @@ class SweepJob:
         del content["hydra"]
         plain = OmegaConf.create(content)
         # 2. Hydra wants its part with its own class. The folder contains the time at which the sweep began.
-        sweep_folder = str(Path(config.hydra.sweep.dir).absolute())
         entries = {
             "hydra": config.hydra,
             "hydra.job.id": str(number),
             "hydra.job.num": number,
-            "hydra.sweep.dir": sweep_folder,
+            "hydra.sweep.dir": str(Path(config.hydra.sweep.dir).absolute()),
         }
         for key, value in entries.items():
             OmegaConf.update(plain, key, value)

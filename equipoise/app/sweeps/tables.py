@@ -66,7 +66,8 @@ class SweepDisplay:
         if self._live.is_shown:
             return
         duration = format_duration(job.seconds or 0.0)
-        settings = " ".join(_settings(job, self._results.keys))
+        values = job.values
+        settings = " ".join(f"{key}={values[key]}" for key in self._results.keys if key in values)
         line = f"Job {job.number} {job.state.value} after {duration}: {settings}"
         if job.error is not None:
             line += f"; {job.summary_of_error}"
@@ -74,12 +75,6 @@ class SweepDisplay:
             if name in job.metrics:
                 line += f"; {name} {format_number(job.metrics[name])}"
         self._console.print(Text(line), soft_wrap=True)
-
-
-def _settings(job: JobResult, keys: Sequence[str]) -> list[str]:
-    """Return the values of a job as on a command line."""
-    values = job.values
-    return [f"{key}={values[key]}" for key in keys if key in values]
 
 
 def _shown_metrics(results: SweepResults) -> list[str]:
