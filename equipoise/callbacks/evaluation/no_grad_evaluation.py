@@ -280,7 +280,11 @@ class NoGradEvaluation(Callback):
             result: The result.
             options: Options of `self.log`.
         """
-        numbers = {f"{self.name}/{name}": value for name, value in result.values.items() if _is_number(value)}
+        numbers = {
+            f"{self.name}/{name}": value
+            for name, value in result.values.items()
+            if isinstance(value, (bool, int, float))
+        }
         if module is not None:
             for name, value in numbers.items():
                 module.log(name, float(value), logger=False, batch_size=1, **options)
@@ -321,7 +325,3 @@ def _silence(module: nn.Module) -> None:
 
 def _log_nothing(*args: Any, **options: Any) -> None:
     pass
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
