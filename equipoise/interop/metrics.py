@@ -552,9 +552,8 @@ def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank:
     """Return one of the states that cannot be merged, or that of a new metric."""
     holders = len(saved)
     if holders > count:
-        kind = type(metric).__name__
         raise ConfigurationError(
-            f"The checkpoint holds states of the metric {name!r} ({kind}) of {holders} processes,"
+            f"The checkpoint holds states of the metric {name!r} ({type(metric).__name__}) of {holders} processes,"
             " which can be computed but not merged: it declares no reduction. Resume with at least as many processes,"
             " or from a checkpoint of an epoch's end."
         )

@@ -70,8 +70,7 @@ class RemotePath(os.PathLike[str]):
         """The folder in which it lies; of the root the root itself."""
         if self._url.endswith("/"):
             return self
-        outer = self._url.rpartition("/")[0]
-        return RemotePath(f"{outer}/")
+        return RemotePath(self._url.rpartition("/")[0] + "/")
 
     @property
     def parents(self) -> list["RemotePath"]:
