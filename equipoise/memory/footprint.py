@@ -61,11 +61,10 @@ def footprint_of(
             gradients=_bytes(gradients),
         )
     # 3. Elsewhere the tensors that lie on the device count.
-    state_tensors = _state_tensors(optimizers)
     return Footprint(
         parameters=_bytes(tensors, device),
         gradients=_bytes(gradients, device),
-        optimizer_state=_bytes(state_tensors, device),
+        optimizer_state=_bytes(_state_tensors(optimizers), device),
     )
 
 

@@ -328,8 +328,7 @@ class Ledger:
                 indices[id(entry)] = len(records)
                 records.append(entry.record())
             # The history keeps the entries, so that their ids stay theirs.
-            holder = indices[id(entry)]
-            events.append(LedgerEvent(holder, is_allocation, phase))
+            events.append(LedgerEvent(indices[id(entry)], is_allocation, phase))
         return records, events
 
     def _peaks_on(self, device: str, phase: str | None) -> dict[str, _Peak]:
