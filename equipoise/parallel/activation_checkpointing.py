@@ -66,7 +66,7 @@ def checkpoint_activations(module: nn.Module, patterns: Sequence[str | type[nn.M
         chosen |= matches
 
     # 2. The outermost of them, all checked before the first is changed.
-    outermost = [name for name in chosen if not _is_inside(name, chosen)]
+    outermost = [name for name in chosen if not any(name.startswith(f"{outer}.") for outer in chosen)]
     for name in outermost:
         _check(name, chosen[name])
     for name in outermost:
@@ -108,11 +108,6 @@ def _has_forward(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return True
     return type(module).forward is not nn.Module.forward
-
-
-def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
-    """Return whether the name is that of a submodule of a chosen one."""
-    return any(name.startswith(f"{outer}.") for outer in chosen)
 
 
 def _replace_forward(module: nn.Module) -> None:

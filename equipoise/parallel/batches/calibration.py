@@ -166,8 +166,7 @@ class Calibration:
         if index in self._allocated:
             # 1. Bytes of one sample in the last step.
             allocated, last_size = self._allocated[index]
-            peak = self._peaks[index].peak()
-            used = max(peak - allocated, 1)
+            used = max(self._peaks[index].peak() - allocated, 1)
             per_sample = used / last_size
             # 2. Bytes that a step may use: unused ones of the device and of torch's allocator.
             unused, _ = torch.cuda.mem_get_info(device)

@@ -67,7 +67,8 @@ class ConnectedProcesses(Processes):
         """Return the values of all processes, along a new first dimension; see `Processes.all_gather`."""
         if not self.is_connected:
             return tensor
-        return _gather_tensors(tensor, self.device, group, sync_grads)
+        tensors = apply_to_collection(tensor, (int, float), torch.tensor)
+        return apply_to_collection(tensors, Tensor, _gather_tensor, self.device, group, sync_grads)
 
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all processes, in the order of their ranks."""
@@ -101,12 +102,6 @@ def _reduce_tensor(tensor: Tensor, device: torch.device, group: Any, reduce_op: 
     if name in ("mean", "avg"):
         return reduced / dist.get_world_size(group)
     return reduced
-
-
-def _gather_tensors(value: Any, device: torch.device, group: Any, sync_grads: bool) -> Any:
-    """Return the tensors of all processes, stacked along a new first dimension; see `Processes.all_gather`."""
-    tensors = apply_to_collection(value, (int, float), torch.tensor)
-    return apply_to_collection(tensors, Tensor, _gather_tensor, device, group, sync_grads)
 
 
 def _gather_tensor(tensor: Tensor, device: torch.device, group: Any, sync_grads: bool) -> Tensor:

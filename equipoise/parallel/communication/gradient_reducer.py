@@ -186,8 +186,7 @@ class GradientReducer:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
-                hook = partial(self._ready, bucket, index)
-                self._handles.append(register(hook))
+                self._handles.append(register(partial(self._ready, bucket, index)))
 
     def _first_wide_bucket(self) -> _Bucket | None:
         for bucket in self._buckets:

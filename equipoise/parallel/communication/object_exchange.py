@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 def exchange_number(number: int) -> list[int]:
     """Return the numbers of all processes, in the order of their ranks."""
-    received = _all_gather(torch.tensor([number]), host_group())
-    return [int(item) for item in received]
+    return [int(item) for item in _all_gather(torch.tensor([number]), host_group())]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -62,8 +62,7 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
         for (number, _), term in zip(chunk, sums.unbind(), strict=True):
             before = digests[number]
             if before is not empty:
-                moved = before * _FACTOR
-                term = term + moved
+                term = term + before * _FACTOR
             digests[number] = term
     return torch.stack(digests)
 
@@ -127,8 +126,7 @@ def _lanes(pieces: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         padded.append(piece)
         if missing:
             padded.append(zeros[:missing])
-        size = length + missing
-        lengths.append(size // _LANE)
+        lengths.append((length + missing) // _LANE)
     return torch.cat(padded).view(torch.int64), lengths
 
 

@@ -110,8 +110,7 @@ class SharedPayload:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(self.descriptor, layout.size, flags=mmap.MAP_PRIVATE, prot=protection)
         view = memoryview(memory)
-        contents = [view[offset : offset + length] for offset, length in layout.parts]
-        main, *buffers = contents
+        main, *buffers = [view[offset : offset + length] for offset, length in layout.parts]
         return Unpickler(io.BytesIO(main), shared_objects, buffers).load()
 
     def close(self) -> None:

@@ -66,10 +66,9 @@ class ThreadState(NamedTuple):
         )
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return state
-        streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
         return state._replace(
             cuda_device=torch.cuda.current_device(),
-            cuda_streams=tuple(streams),
+            cuda_streams=tuple(torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())),
         )
 
     def without_devices(self) -> "ThreadState":

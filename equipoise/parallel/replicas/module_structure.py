@@ -28,8 +28,7 @@ class ModuleStructure:
         self._registered: list[dict[str, Any]] = [parameters_of(module) for module in modules]
         for module in modules:
             self._registered.append(children_of(module))
-        values = map(dict.values, self._registered)
-        self._objects = list(chain.from_iterable(values))
+        self._objects = list(chain.from_iterable(map(dict.values, self._registered)))
         self._lengths = list(map(len, self._registered))
 
         # Dictionaries of buffers, which are compared by name: steps may replace a buffer.
@@ -45,8 +44,7 @@ class ModuleStructure:
         lengths = map(len, self._registered)
         if list(lengths) != self._lengths:
             return True
-        values = map(dict.values, self._registered)
-        present = chain.from_iterable(values)
+        present = chain.from_iterable(map(dict.values, self._registered))
         same = all(map(is_, present, self._objects))
         if not same:
             return True

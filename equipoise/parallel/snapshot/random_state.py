@@ -163,7 +163,7 @@ class RandomState:
 def capture() -> RandomState:
     """Capture every random generator in use. Draws from none."""
     cuda: list[Tensor] = []
-    if _cuda_in_use():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all()
     mps = None
     if torch.backends.mps.is_available():
@@ -380,10 +380,6 @@ def _are_equal(state: Any, present: Any) -> bool:
     if hasattr(state, "all"):
         return bool(same.all())
     return bool(same)
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> Any:
