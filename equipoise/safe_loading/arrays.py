@@ -192,9 +192,8 @@ def numpy_constructors() -> dict[int, Callable[..., Any]]:
     values = numpy_values()
     if not values:
         return {}
-    dtype_class = values["numpy.dtype"]
     return {
         id(_empty_array): _empty_array,
         id(_scalar): _scalar,
-        id(dtype_class): _dtype,
+        id(values["numpy.dtype"]): _dtype,
     }
