@@ -104,8 +104,7 @@ class ManualEngine:
         if self._has_gradients and call.creates_graph:
             self._returned.exchange_with_graph(self._parameters)
         elif self._has_gradients:
-            sent = self._sent or self._meetings.send(Kind.BACKWARD)
-            self._meetings.exchange(sent)
+            self._meetings.exchange(self._sent or self._meetings.send(Kind.BACKWARD))
         return None
 
     def _begin_exchange(self) -> None:

@@ -31,8 +31,7 @@ class OptimizerSteps:
         self._meetings = meetings
         self._handles = []
         for number, optimizer in enumerate(optimizers):
-            hook = partial(self._before_step, number)
-            self._handles.append(optimizer.register_step_pre_hook(hook))
+            self._handles.append(optimizer.register_step_pre_hook(partial(self._before_step, number)))
 
     def close(self) -> None:
         """Remove the hooks."""
