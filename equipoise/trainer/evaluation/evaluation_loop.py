@@ -258,8 +258,7 @@ class EvaluationLoop(SentState):
 
     def print_results(self, outputs: list[dict[str, Any]]) -> None:
         """Print a table of the logged values of each loader."""
-        stage = "validate" if self.stage == "val" else "test"
-        print_results(outputs, stage)
+        print_results(outputs, "validate" if self.stage == "val" else "test")
 
 
 def _ignore(output: Any) -> None:

@@ -210,8 +210,7 @@ class Hooks:
         if datamodule is None or not overrides(datamodule, name, LightningDataModule):
             return self.bind_module(name)
         method = getattr(datamodule, name)
-        hook = self.profiled(method, self._action_of_datamodule(name))
-        return self._fire(name, [], hook)
+        return self._fire(name, [], self.profiled(method, self._action_of_datamodule(name)))
 
     def bind_step(self, name: str, module: LightningModule | None = None) -> Hook:
         """Bind the user's `training_step` or one of its siblings, which may take a batch alone.
@@ -302,8 +301,7 @@ class Hooks:
         method = getattr(self.datamodule, name, None)
         if not callable(method):
             return None
-        hook = self.profiled(method, self._action_of_datamodule(name))
-        return hook(*args, **kwargs)
+        return self.profiled(method, self._action_of_datamodule(name))(*args, **kwargs)
 
     def reads_outputs(self, name: str) -> bool:
         """Return True if a hook may read outputs of the step beside its loss, which may be on many devices.

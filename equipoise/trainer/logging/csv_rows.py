@@ -60,8 +60,7 @@ def _complete_lines(path: AnyPath) -> list[bytes]:
     """Return the lines of a file, without one that was cut off when a process was killed."""
     if not path.is_file():
         return []
-    content = path.read_bytes()
-    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _step_of(lines: Sequence[bytes], row: int) -> str | None:
@@ -69,8 +68,7 @@ def _step_of(lines: Sequence[bytes], row: int) -> str | None:
     if not 0 < row < len(lines):
         return None
     header = lines[0].decode(_ENCODING)
-    line = lines[row].decode(_ENCODING)
-    names, values = csv.reader([header, line])
+    names, values = csv.reader([header, lines[row].decode(_ENCODING)])
     return dict(zip(names, values, strict=False)).get("step")
 
 

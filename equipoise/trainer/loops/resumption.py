@@ -79,7 +79,6 @@ def resume(
         rank = strategy.processes.data.rank
         if rank >= len(positions) and not strategy.processes.has_one_state:
             number = rank
-    saving_states = ours.get("checkpoint_callbacks")
     return Resumption(
         state,
         module,
@@ -91,7 +90,7 @@ def resume(
         position,
         loop_state,
         written_in=written_in,
-        saving_states=saving_states,
+        saving_states=ours.get("checkpoint_callbacks"),
         number=number,
     )
 

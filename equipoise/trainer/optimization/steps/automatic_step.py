@@ -179,8 +179,7 @@ class AutomaticStep(ModuleStep):
 
     def total_with(self, result: StepResult) -> Weight:
         """Return Σw of the window, this result included."""
-        weight = 0 if result.weight is None else result.weight
-        return self.window.total_with(weight)
+        return self.window.total_with(0 if result.weight is None else result.weight)
 
     def backward(self, result: StepResult) -> None:
         """Zero the gradients at the beginning of a window, then run the backward with the part's factor."""
