@@ -158,19 +158,6 @@ class AccumulationWindow:
             return None
         return nominal / total
 
-    def begin_micro_batch(self, size: int, batch_size: int) -> None:
-        """Note that the next part is a micro-batch.
-
-        Args:
-            size: Number of samples of the micro-batch.
-            batch_size: Number of samples of its batch.
-        """
-        self.micro_batch = (size, batch_size)
-
-    def end_micro_batches(self) -> None:
-        """Note that the next part is a batch."""
-        self.micro_batch = None
-
     def reset(self) -> None:
         """Begin the next window."""
         self._equal_parts = 0

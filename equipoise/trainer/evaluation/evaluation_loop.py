@@ -242,9 +242,9 @@ class EvaluationLoop(SentState):
         hooks = self.hooks
         logs = self.logs
         sanity_checking = self.state.sanity_checking
-        logs.leave_loaders()
-        hooks.call(f"on_{self.word}_epoch_end")
         # Values logged in that hook belong to all loaders.
+        logs.dataloader_idx = None
+        hooks.call(f"on_{self.word}_epoch_end")
         logs.share_values()
         at_end: dict[str, Any] = {}
         if not sanity_checking:

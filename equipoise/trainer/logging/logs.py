@@ -289,10 +289,6 @@ class Logs:
             if entry.options.rank_zero_only:
                 self._shown["callback"][name] = value
 
-    def leave_loaders(self) -> None:
-        """End the last loader: from now on, values belong to all loaders."""
-        self.dataloader_idx = None
-
     def reset(self) -> None:
         """Forget the values of the present loop. The dictionaries of metrics stay."""
         self.refresh()

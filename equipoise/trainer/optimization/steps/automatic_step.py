@@ -117,7 +117,7 @@ class AutomaticStep(ModuleStep):
     def end_micro_batches(self) -> None:
         """End the batch; the next part is a batch again."""
         super().end_micro_batches()
-        self.window.end_micro_batches()
+        self.window.micro_batch = None
 
     def end_window(self) -> None:
         """Return to the usual weights after the optimiser's step."""
@@ -129,7 +129,7 @@ class AutomaticStep(ModuleStep):
 
     def begin_micro_batch(self, size: int, batch_size: int) -> None:
         """Note that the next part is a micro-batch, which has a weight; see `AccumulationWindow.micro_batch`."""
-        self.window.begin_micro_batch(size, batch_size)
+        self.window.micro_batch = (size, batch_size)
         self._had_backward = False
         if self._weight_of is None:
             self._usual_weight_of = self._batch_weight.of_micro_batch
