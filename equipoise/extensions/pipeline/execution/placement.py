@@ -89,8 +89,7 @@ class Placement:
         for submodule in self.module.modules():
             if id(submodule) not in inside:
                 move_layer = partial(_move_layer, device=last_device)
-                hook = submodule.register_forward_pre_hook(move_layer)
-                self._hooks.append(hook)
+                self._hooks.append(submodule.register_forward_pre_hook(move_layer))
 
     def stop_waiting(self) -> None:
         """Let layers stay where they are from now on: the network was called, or the run has ended."""
@@ -138,12 +137,10 @@ class Placement:
         for stage, parts in enumerate(parts_of_stages):
             for part in parts:
                 self._stages.setdefault(id(part), stage)
-                tensors = parameters_and_buffers(part)
-                sizes[stage] += self._place_tensors(tensors, stage, placed)
+                sizes[stage] += self._place_tensors(parameters_and_buffers(part), stage, placed)
 
         # 2. Everything else lies with the last stage.
-        all_tensors = parameters_and_buffers(self.module)
-        sizes[last_stage] += self._place_tensors(all_tensors, last_stage, placed)
+        sizes[last_stage] += self._place_tensors(parameters_and_buffers(self.module), last_stage, placed)
 
         # 3. cuDNN needs the weights of a recurrent layer in one piece.
         for submodule in self.module.modules():
@@ -237,8 +234,7 @@ class Placement:
         """Return True if a part lies with a stage of another device."""
         own_index = self._device_index(stage)
         for tensor in parameters_and_buffers(part):
-            stage_of_tensor = self._stages.get(id(tensor), stage)
-            index = self._device_index(stage_of_tensor)
+            index = self._device_index(self._stages.get(id(tensor), stage))
             if index != own_index and self._are_apart(stage, index):
                 return True
         return False
@@ -297,6 +293,4 @@ def _move_layer(layer: nn.Module, args: Any, *, device: torch.device) -> None:
 
 def _direct_tensors(module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module, apart from those of its submodules."""
-    parameters = module.parameters(recurse=False)
-    buffers = module.buffers(recurse=False)
-    return [*parameters, *buffers]
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

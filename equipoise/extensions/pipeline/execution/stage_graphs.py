@@ -108,8 +108,7 @@ class StageGraphs:
         cut = _OutputCut()
         outputs_of_step = map_tensors(cut, outputs)
         ends = tensors_of(outputs)
-        leaves = [cut.take_leaf(end) for end in ends]
-        self._pending[index] = _Pending(input_tensors, ends, leaves)
+        self._pending[index] = _Pending(input_tensors, ends, [cut.take_leaf(end) for end in ends])
         return outputs_of_step
 
     def backward(self, index: int, gradients: Sequence[Tensor | None] | Callable[[], None]) -> list[Tensor | None]:

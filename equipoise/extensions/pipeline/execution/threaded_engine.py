@@ -78,8 +78,7 @@ class Pipeline:
         for stage, device in zip(self.stages, self.devices, strict=True):
             try:
                 with on_device(device), inside_stage():
-                    inputs = move_values(values, before, device)
-                    values = stage.run(*inputs)
+                    values = stage.run(*move_values(values, before, device))
             except BaseException:
                 self.failed = device
                 raise

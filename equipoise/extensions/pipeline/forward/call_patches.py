@@ -51,10 +51,7 @@ def patched_module_calls(network: nn.Module, on_call: OnModuleCall) -> Iterator[
     with ExitStack() as stack:
         for kind in _classes_with_calls(network):
             # An instance has no call of its own: Python looks it up in the class.
-            original = vars(kind)["__call__"]
-            replacement = _reporting(original, on_call)
-            call_patch = patch.object(kind, "__call__", replacement)
-            stack.enter_context(call_patch)
+            stack.enter_context(patch.object(kind, "__call__", _reporting(vars(kind)["__call__"], on_call)))
         yield
 
 
@@ -115,8 +112,7 @@ def patched_logging(kinds: Iterable[Any], on_log: Callable[..., None]) -> Iterat
     thread = threading.get_ident()
     with ExitStack() as stack:
         for kind in kinds:
-            replacement = _reported(kind.log, on_log, thread)
-            stack.enter_context(patch.object(kind, "log", replacement))
+            stack.enter_context(patch.object(kind, "log", _reported(kind.log, on_log, thread)))
         yield
 
 
@@ -142,10 +138,7 @@ def patched_progress(kinds: Iterable[Any], on_read: Callable[[str], None]) -> It
     """
     with ExitStack() as stack:
         for kind, name in itertools.product(kinds, ("current_epoch", "global_step", "trainer")):
-            original = vars(kind)[name]
-            replacement = _noticed(name, original, on_read)
-            property_patch = patch.object(kind, name, replacement)
-            stack.enter_context(property_patch)
+            stack.enter_context(patch.object(kind, name, _noticed(name, vars(kind)[name], on_read)))
         yield
 
 

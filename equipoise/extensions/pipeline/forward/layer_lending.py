@@ -71,8 +71,7 @@ def lent_when_called(network: nn.Module, device: torch.device) -> Iterator[None]
         loan.enter_context(_values_on([*parameters, *buffers], device))
 
     def end_loan(module: nn.Module, args: Any, output: Any) -> None:
-        loan = loans.pop()
-        loan.close()
+        loans.pop().close()
 
     with ExitStack() as hooks:
         for module in network.modules():
@@ -103,12 +102,10 @@ def computed_on(
         module: The module to which it belongs.
         on_operation: See `OperationWatch`. Default: no operation is reported.
     """
-    tensors = [*module.parameters(), *module.buffers()]
-    is_elsewhere = any(tensor.device != device for tensor in tensors)
+    is_elsewhere = any(tensor.device != device for tensor in [*module.parameters(), *module.buffers()])
     with ExitStack() as stack:
         if is_elsewhere:
-            lending = lent_when_called(network, device)
-            stack.enter_context(lending)
+            stack.enter_context(lent_when_called(network, device))
             # The watch also moves tensors outside of layers to the device.
             on_operation = on_operation or _ignore
         if on_operation is not None:

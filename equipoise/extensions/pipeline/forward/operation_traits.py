@@ -39,8 +39,7 @@ def traits_of(name: str, args: Any) -> Traits:
     if name != "index":
         return _traits_of_name(name)
     # An index by numbers has the sizes of these numbers. With a mask the sizes depend on its values.
-    indices = tensors_in(args[1:])
-    has_mask = any(index.dtype in _MASKS for index in indices)
+    has_mask = any(index.dtype in _MASKS for index in tensors_in(args[1:]))
     if has_mask:
         return Traits.DYNAMIC
     return Traits(0)

@@ -37,8 +37,7 @@ def line_of_user(frame: FrameType | None, last: CodeType | None = None) -> str:
 
 
 def _describe_line(code: CodeType, number: int) -> str:
-    line = linecache.getline(code.co_filename, number)
-    text = line.strip()
+    text = linecache.getline(code.co_filename, number).strip()
     return f"{code.co_qualname}, line {number}: `{text}`"
 
 
@@ -63,8 +62,7 @@ def is_assertion(code: CodeType, position: int) -> bool:
     if "IF_FALSE" in jump.opname:
         # One of several conditions: it jumps to the error.
         failing = _instruction_at(jump.argval, following) or jump
-    name_of_jump = jump.opname.replace("_FORWARD", "")
-    is_jump = "JUMP_IF" in name_of_jump
+    is_jump = "JUMP_IF" in jump.opname.replace("_FORWARD", "")
     return is_jump and failing.opname == "LOAD_ASSERTION_ERROR"
 
 

@@ -23,11 +23,7 @@ def modules_of(node: fx.Node) -> list[str]:
     paths = list(node.meta.get("nn_module_stack", {}))
     if node.op in ("call_module", "get_attr"):
         paths.append(str(node.target))
-    names = []
-    for path in paths:
-        if path.startswith(_PREFIX):
-            names.append(path.removeprefix(_PREFIX))
-    return names
+    return [path.removeprefix(_PREFIX) for path in paths if path.startswith(_PREFIX)]
 
 
 def names_of(traced: Traced) -> list[tuple[str, bool]]:

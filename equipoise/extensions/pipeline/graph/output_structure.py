@@ -25,14 +25,12 @@ def structure_of(value: Any) -> Any:
     kind = type(value).__name__
     items = tree.items_of(value)
     if items is None:
-        text = repr(value) if isinstance(value, _DESCRIBED) else ""
-        return (kind, text)
+        return (kind, repr(value) if isinstance(value, _DESCRIBED) else "")
     keys: tuple[str, ...] = ()
     if isinstance(value, Mapping):
         keys = tuple(map(repr, value))
     # Tuples alone: a graph turns lists into lists of its own.
-    structures = tuple(structure_of(item) for item in items)
-    return (kind, keys, structures)
+    return (kind, keys, tuple(structure_of(item) for item in items))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +73,7 @@ class OutputStructure:
         places = [_Place() for _ in tensors]
         memo = _by_identity(tensors, places)
         memo |= _by_identity(others, others)
-        template = _copied(value, memo)
-        return cls(template, places, others), tensors
+        return cls(_copied(value, memo), places, others), tensors
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return the output with other tensors.
@@ -94,8 +91,7 @@ class _Place:
 
 
 def _by_identity(objects: Iterable[Any], values: Iterable[Any]) -> dict[int, Any]:
-    identities = map(id, objects)
-    return dict(zip(identities, values, strict=True))
+    return dict(zip(map(id, objects), values, strict=True))
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -103,14 +99,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     contents = tree.items_of(value)
     if contents is None:
         return copy.deepcopy(value, memo)
-    items = []
-    for item in contents:
-        copied = _copied(item, memo)
-        items.append(copied)
+    items = [_copied(item, memo) for item in contents]
     if hasattr(value, "_make"):
         # A deep copy takes it from here.
-        named = tree.rebuild(value, items)
-        memo.setdefault(id(value), named)
+        memo.setdefault(id(value), tree.rebuild(value, items))
     return copy.deepcopy(value, memo)
 
 

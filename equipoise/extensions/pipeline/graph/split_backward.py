@@ -86,8 +86,7 @@ class SplitBackward:
 
         # 2. Find the nodes between them from which edges lead to weights.
         begin_edges, begin_gradients = _unzipped(begins)
-        end_nodes = [end.node for end in ends]
-        paths = _Paths(begin_edges, end_nodes)
+        paths = _Paths(begin_edges, [end.node for end in ends])
         joints: list[GradientEdge] = []
         for node in paths.weights_of_node:
             for number in sorted(paths.arriving[node]):
@@ -103,9 +102,7 @@ class SplitBackward:
                 retain_graph=True,
                 allow_unused=True,
             )
-        gradients_at_joints = results[len(ends) :]
-        arrived = list(zip(joints, gradients_at_joints, strict=True))
-        self._plan_second_half(paths, begins, arrived)
+        self._plan_second_half(paths, begins, list(zip(joints, results[len(ends) :], strict=True)))
 
         # 4. Return None for inputs without gradients.
         remaining = iter(results)
@@ -153,8 +150,7 @@ class SplitBackward:
 
     def _add_backward(self, begins: Pairs, weights: list[Tensor], *, retains: bool = False) -> None:
         edges, gradients = _unzipped(begins)
-        backward = _WeightBackward(edges, gradients, weights, retains)
-        self._second_half.append(backward)
+        self._second_half.append(_WeightBackward(edges, gradients, weights, retains))
 
     @property
     def nbytes(self) -> int:
@@ -258,9 +254,7 @@ class _Paths:
 
 
 def _unzipped(pairs: Pairs) -> tuple[list[GradientEdge], list[Tensor]]:
-    edges = [edge for edge, _ in pairs]
-    gradients = [gradient for _, gradient in pairs]
-    return edges, gradients
+    return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _in_order(roots: Sequence[Node]) -> list[Node]:
@@ -276,8 +270,7 @@ def _in_order(roots: Sequence[Node]) -> list[Node]:
         elif node not in visited:
             visited.add(node)
             stack.append((node, True))
-            for edge in _edges_of(node):
-                stack.append((edge.node, False))
+            stack += [(edge.node, False) for edge in _edges_of(node)]
     return order
 
 

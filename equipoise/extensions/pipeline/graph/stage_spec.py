@@ -45,10 +45,8 @@ def describe(program: StageProgram) -> StageSpec:
     calls = []
     for node in program.graph.nodes:
         # Nodes belong to a graph, which stays in this process.
-        arguments = (node.args, dict(node.kwargs))
-        args, kwargs = fx.map_arg(arguments, _reference_to)
-        call = (node.op, node.name, node.target, args, kwargs)
-        calls.append(call)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _reference_to)
+        calls.append((node.op, node.name, node.target, args, kwargs))
     return StageSpec(tuple(calls), program.outputs)
 
 
@@ -72,13 +70,11 @@ def rebuild(
         return leaf
 
     for operation, name, target, args, kwargs in spec.calls:
-        arguments = (args, kwargs)
-        args_here, kwargs_here = map_aggregate(arguments, referred)
+        args_here, kwargs_here = map_aggregate((args, kwargs), referred)
         nodes[name] = graph.create_node(operation, target, args_here, kwargs_here, name)
 
     # 2. Compile them with the layers.
-    program = fx.GraphModule(dict(parts), graph)
-    return StageProgram(program.forward, spec.outputs, graph)
+    return StageProgram(fx.GraphModule(dict(parts), graph).forward, spec.outputs, graph)
 
 
 def used_parts(
@@ -115,9 +111,7 @@ def find_part(root: nn.Module, name: str) -> Any:
 def parameters_and_buffers(part: Any) -> Sequence[Tensor]:
     """Return the parameters and buffers of a layer, or a tensor by itself."""
     if isinstance(part, nn.Module):
-        parameters = part.parameters()
-        buffers = part.buffers()
-        return [*parameters, *buffers]
+        return [*part.parameters(), *part.buffers()]
     if isinstance(part, Tensor):
         return [part]
     return []

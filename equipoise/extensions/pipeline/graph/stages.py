@@ -69,17 +69,12 @@ def crossing(traced: Traced, ends: Sequence[int]) -> list[list[fx.Node]]:
     order = {node: index for index, node in enumerate(nodes, start=-1)}
     last_use: dict[fx.Node, int] = {}
     for node in nodes:
-        uses = [order[user] for user in node.users]
-        last_use[node] = max(uses, default=-1)
+        last_use[node] = max((order[user] for user in node.users), default=-1)
 
     # 2. A value crosses a cut that lies between its call and its last use.
     crossings = []
     for end in ends:
-        crossing_values = []
-        for node in nodes:
-            if order[node] < end <= last_use[node]:
-                crossing_values.append(node)
-        crossings.append(crossing_values)
+        crossings.append([node for node in nodes if order[node] < end <= last_use[node]])
     return crossings
 
 
@@ -119,8 +114,7 @@ def _is_of_no_stage(node: fx.Node, traced: Traced) -> bool:
     """Return True for the look-up of an object from outside that stages do not exchange, such as a configuration."""
     if node.op != "get_attr":
         return False
-    attributes = vars(traced.root)
-    found = attributes.get(str(node.target), ())
+    found = vars(traced.root).get(str(node.target), ())
     return not all(map(_is_exchanged, leaves_of(found, plain_items)))
 
 
@@ -201,21 +195,17 @@ def _make_stage(
 
     # 2. Return the values that pass on, or the network's output.
     if outputs is None:
-        tensors = traced.only_node("output").args[0]
-        graph.output(fx.map_arg(tensors, copies.__getitem__))
+        graph.output(fx.map_arg(traced.only_node("output").args[0], copies.__getitem__))
     else:
-        values = [copies[node] for node in outputs]
-        graph.output(values)
+        graph.output([copies[node] for node in outputs])
 
     # 3. Compile a module that shares the network's layers.
     program = fx.GraphModule(traced.root, graph)
     program.training = traced.root.training
     _replace_targets(program, replacements)
     if outputs is None:
-        run_last = partial(_run_last, program.forward, traced.output)
-        return StageProgram(run_last, (), graph)
-    output_names = tuple(node.name for node in outputs)
-    return StageProgram(program.forward, output_names, graph)
+        return StageProgram(partial(_run_last, program.forward, traced.output), (), graph)
+    return StageProgram(program.forward, tuple(node.name for node in outputs), graph)
 
 
 def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:
@@ -320,8 +310,7 @@ def check_exchanged(values: Sequence[Any], names: Sequence[str]) -> None:
         StepError: If a value is of an unsupported type.
     """
     for value, name in zip(values, names, strict=True):
-        check = partial(_check_value, name)
-        map_values(check, value)
+        map_values(partial(_check_value, name), value)
 
 
 def _is_exchanged(value: Any) -> bool:

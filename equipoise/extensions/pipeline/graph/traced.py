@@ -70,9 +70,8 @@ class Traced:
     @property
     def calls(self) -> list[fx.Node]:
         """All computations, in order."""
-        nodes = self.graph.nodes
         # Inputs and output compute nothing.
-        return [node for node in nodes if node.op not in ("placeholder", "output")]
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
     def only_node(self, op: str) -> fx.Node:
         """Return the node of this kind, of which the graph has one: "placeholder" or "output"."""
@@ -83,10 +82,7 @@ class Traced:
     @property
     def signature(self) -> tuple[str, ...]:
         """Description of all calls, equal for forwards that make the same calls in the same order."""
-        descriptions = []
-        for node in self.calls:
-            descriptions.append(f"{node.name} {node.op} {node.target}")
-        return tuple(descriptions)
+        return tuple(f"{node.name} {node.op} {node.target}" for node in self.calls)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call with these tensors makes the same calls.
@@ -133,8 +129,7 @@ class CallInterpreter(fx.Interpreter):
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """Return arguments with values in the place of calls."""
-        args_on_device = on_device(self.device, args)
-        return super().map_nodes_to_values(args_on_device, n)
+        return super().map_nodes_to_values(on_device(self.device, args), n)
 
 
 def on_device(device: torch.device, value: Any) -> Any:

@@ -65,8 +65,7 @@ def in_replica(
         keys = [f"device/{replica}/{index}" for index in range(count)]
         store.set(keys[rank], str(device))
         store.wait(keys, limit)
-        devices = [torch.device(store.get(key).decode()) for key in keys]
-        yield StageLinks(stages, devices)
+        yield StageLinks(stages, [torch.device(store.get(key).decode()) for key in keys])
         # No process leaves while another still exchanges with it.
         stages.barrier().wait()
 
@@ -75,8 +74,7 @@ def in_replica(
 def _only_replica(place: Rank, device: torch.device, *, timeout: float, port: int | None) -> Iterator[StageLinks]:
     """Join the processes of a pipeline that has one replica; see `in_replica`."""
     with in_group(place, device, timeout=timeout, port=port, backend="gloo"):
-        devices = [torch.device(name) for name in gather_objects(str(device))]
-        yield StageLinks(None, devices)
+        yield StageLinks(None, [torch.device(name) for name in gather_objects(str(device))])
 
 
 def index_of_device(local_rank: int, count: int, num_devices: int) -> int:

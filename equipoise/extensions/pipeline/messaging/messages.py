@@ -150,8 +150,7 @@ class Messenger:
         # 1. Take the tensors out of the value.
         tree, tensors = extract_tensors(value, plain_items)
         tensors = list(map(as_sent, tensors))
-        kinds = [kind_of(tensor) for tensor in tensors]
-        header = dumps((tree, kinds))
+        header = dumps((tree, [kind_of(tensor) for tensor in tensors]))
 
         # 2. Join small tensors.
         body = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
@@ -160,12 +159,10 @@ class Messenger:
             body = [torch.cat(body)]
 
         # 3. Send the messages.
-        way = (to, tag)
-        contents = self._messages(way, header, body, size)
+        contents = self._messages((to, tag), header, body, size)
         with self._unbroken():
             for content in contents:
-                work = dist.isend(content, group=self._group, group_dst=to, tag=tag)
-                self._leaving.append((work, content))
+                self._leaving.append((dist.isend(content, group=self._group, group_dst=to, tag=tag), content))
 
         # 4. Drop what has left.
         while self._leaving and self._leaving[0][0].is_completed():
@@ -186,8 +183,7 @@ class Messenger:
         self._sent[way] = _remembered(header, size)
         length = torch.tensor([len(header)]).view(torch.uint8)
         # The receiver expects as many bytes as if the header were repeated.
-        padding = torch.zeros(last.body_size, dtype=torch.uint8)
-        first = torch.cat([length, padding])
+        first = torch.cat([length, torch.zeros(last.body_size, dtype=torch.uint8)])
         return [first, torch.frombuffer(bytearray(header), dtype=torch.uint8), *body]
 
     def flush(self) -> None:
@@ -207,8 +203,7 @@ class Messenger:
             tag: Tag of the message.
         """
         way = (source, tag)
-        last = self._received.get(way, _NO_HEADER)
-        buffer = torch.empty(_LENGTH_BYTES + last.body_size, dtype=torch.uint8)
+        buffer = torch.empty(_LENGTH_BYTES + self._received.get(way, _NO_HEADER).body_size, dtype=torch.uint8)
         with self._unbroken():
             self._coming[way] = (self._begin_receiving(buffer, way), buffer)
 
@@ -226,8 +221,7 @@ class Messenger:
         with self._unbroken():
             # 1. Receive the length.
             work, first = self._coming.pop(way)
-            timeout = _FOREVER if idle else self._timeout
-            work.wait(timeout)
+            work.wait(_FOREVER if idle else self._timeout)
             self._arrived = work
             length = int(first[:_LENGTH_BYTES].view(torch.int64))
 
@@ -236,8 +230,7 @@ class Messenger:
             if repeats:
                 header = self._received[way].content
             else:
-                header_bytes = self._await(torch.empty(length, dtype=torch.uint8), way)
-                header = header_bytes.numpy().tobytes()
+                header = self._await(torch.empty(length, dtype=torch.uint8), way).numpy().tobytes()
             tree, kinds = loads(header)
             size = sum(map(size_of, kinds))
             if not repeats:

@@ -104,8 +104,7 @@ class RemoteOperations:
         groups: dict[Place, list[int]] = {}
         for index in range(len(args[0])):
             arguments = [_entries(argument, [index]) for argument in args]
-            place = self._place_of(arguments)
-            groups.setdefault(place, []).append(index)
+            groups.setdefault(self._place_of(arguments), []).append(index)
         return groups
 
     def _place_of(self, arguments: Any) -> Place:
@@ -151,8 +150,7 @@ class RemoteOperations:
 
         # 1. The shapes of the results. A tensor without values stands for each original, by its identity.
         originals: dict[int, Tensor] = {}
-        without_values = partial(_without_values, originals=originals)
-        meta_args, meta_kwargs = map_leaves(without_values, arguments)
+        meta_args, meta_kwargs = map_leaves(partial(_without_values, originals=originals), arguments)
         try:
             shapes = function(*meta_args, **meta_kwargs)
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -171,8 +169,7 @@ class RemoteOperations:
             if original is None:
                 number = next(_numbers)
                 numbers.append(number)
-                result = placeholder(shape.shape, shape.dtype).to(device)
-                return self._result(number, place, result)
+                return self._result(number, place, placeholder(shape.shape, shape.dtype).to(device))
             # It was changed in place.
             if not is_elsewhere(original):
                 raise Unknown
@@ -265,8 +262,7 @@ def compute_operations(
         if function is None:
             results.pop(numbers[0], None)
             continue
-        arguments = map_leaves(decoded, [sent_args, sent_kwargs])
-        args, kwargs = _on_one_device(arguments)
+        args, kwargs = _on_one_device(map_leaves(decoded, [sent_args, sent_kwargs]))
         with torch.no_grad():
             result = function(*args, **kwargs)
         # A change in place may return nothing.

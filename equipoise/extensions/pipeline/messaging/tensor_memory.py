@@ -116,6 +116,4 @@ def _in_order_of_memory(tensor: Tensor) -> Tensor:
     def step_and_size(dim: int) -> tuple[int, int]:
         return tensor.stride(dim), tensor.shape[dim]
 
-    dims = range(tensor.ndim)
-    outermost_first = sorted(dims, key=step_and_size, reverse=True)
-    return tensor.permute(outermost_first)
+    return tensor.permute(sorted(range(tensor.ndim), key=step_and_size, reverse=True))

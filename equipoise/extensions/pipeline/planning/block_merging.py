@@ -43,8 +43,7 @@ def merge_blocks(blocks: Sequence[Block], stages: int = 2) -> tuple[list[Block],
             following = blocks[end]
             if not following.named and min(seconds, following.seconds) < least_seconds:
                 continue
-        blocks_of_calls = blocks[first:end]
-        merged.append(_merged(blocks_of_calls))
+        merged.append(_merged(blocks[first:end]))
         ends.append(end)
         first = end
         seconds = 0.0

@@ -47,14 +47,12 @@ class CutOptions:
     @property
     def own_devices(self) -> Sequence[torch.device]:
         """The devices without repetition: one entry for each, with all of its stages."""
-        count = len(self.devices) // self.stages_per_device
-        return self.devices[:count]
+        return self.devices[: len(self.devices) // self.stages_per_device]
 
     def stage_devices(self) -> list[StageDevice]:
         """Return speed and memory for each stage. Equal devices share their memory, as several on a CPU do."""
         devices = self.own_devices
-        names = {str(device) for device in devices}
-        infos = {info.device: info for info in list_devices(only=names)}
+        infos = {info.device: info for info in list_devices(only={str(device) for device in devices})}
         speeds = self.speeds or [1.0] * len(devices)
         links = list(self.links) or [0.0] * len(devices)
         stage_devices = []
@@ -108,9 +106,7 @@ class Cut:
     @property
     def pinned(self) -> PinnedCut:
         """The part of the cut that a later run needs."""
-        names = self.first_blocks[1:]
-        calls = self.first_calls[1:]
-        return PinnedCut(names=names, calls=calls)
+        return PinnedCut(names=self.first_blocks[1:], calls=self.first_calls[1:])
 
 
 def build_cut(traced: Traced, ends: Sequence[int], prefix: str) -> Cut:
@@ -302,13 +298,11 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
     rows = [["stage", "device", "begins with", "parameters"]]
     columns = zip(options.devices, cut.first_blocks, sizes, strict=True)
     for index, (device, name, size) in enumerate(columns):
-        begins_with = name or "(input)"
-        rows.append([str(index), str(device), begins_with, format_bytes(size)])
+        rows.append([str(index), str(device), name or "(input)", format_bytes(size)])
     if cut.stages:
         rows[0] += ["time", "memory"]
         for row, stage in zip(rows[1:], cut.stages, strict=True):
-            milliseconds = stage.seconds * 1000
-            row += [f"{milliseconds:.2f} ms", format_bytes(stage.memory)]
+            row += [f"{stage.seconds * 1000:.2f} ms", format_bytes(stage.memory)]
     lines = [_line(row) for row in rows]
 
     # 2. Predictions for all stages together.
@@ -325,8 +319,7 @@ def table_of(cut: Cut, options: CutOptions, sizes: Sequence[int]) -> str:
 
 
 def _line(texts: Sequence[str]) -> str:
-    columns = zip(_COLUMNS, texts, strict=False)
-    return "  ".join(column.format(text) for column, text in columns)
+    return "  ".join(column.format(text) for column, text in zip(_COLUMNS, texts, strict=False))
 
 
 def _prediction(cut: Cut, options: CutOptions) -> str:

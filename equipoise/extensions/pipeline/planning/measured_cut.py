@@ -55,8 +55,7 @@ def cut_automatically(
     try:
         return best_cut(blocks, options, tensors, cut_at)
     except NoCut:
-        message = _too_few_blocks(len(blocks), options, traced, prefix)
-        raise TooFewBlocks(message) from None
+        raise TooFewBlocks(_too_few_blocks(len(blocks), options, traced, prefix)) from None
 
 
 def best_cut(
@@ -171,8 +170,7 @@ def largest_opaque(traced: Traced) -> str:
         # A submodule within another one that stays whole is not the reason.
         parents = with_parents(name)[:-1]
         if not any(parent in traced.opaque for parent in parents):
-            submodule = traced.root.get_submodule(f"network.{name}")
-            sizes[name] = _parameter_count(submodule)
+            sizes[name] = _parameter_count(traced.root.get_submodule(f"network.{name}"))
     return max(sizes, key=lambda name: sizes[name])
 
 
@@ -190,8 +188,7 @@ def _does_not_fit(options: CutOptions, devices: Sequence[StageDevice], peaks: Se
         verb = "was found that fits"
     needs = []
     for index, (peak, name, device) in enumerate(zip(peaks, options.devices, devices, strict=False)):
-        available = format_bytes(device.memory or 0)
-        needs.append(f"{owner} {index} on {name} {format_bytes(peak)} of {available}")
+        needs.append(f"{owner} {index} on {name} {format_bytes(peak)} of {format_bytes(device.memory or 0)}")
     return (
         f"No cut of the network {verb} into memory; the best would need: {'; '.join(needs)}."
         " More micro_batches, a smaller batch, activation checkpointing, a lower precision or more devices would help."

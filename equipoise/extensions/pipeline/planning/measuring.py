@@ -116,8 +116,7 @@ class SavedTensors:
         """Return the bytes of tensors that pass from one call to later ones, by the numbers of their storages."""
         nbytes = {}
         for tensor in tensors:
-            number = self._number(tensor)
-            nbytes[number] = tensor.nbytes
+            nbytes[self._number(tensor)] = tensor.nbytes
         return nbytes
 
     def keep_only(self, alive: Iterable[Tensor]) -> None:
@@ -161,9 +160,8 @@ def peak_bytes(function: Callable[[], Any], existing: Iterable[Tensor]) -> int:
                     counted.add(key)
                     nbytes = storage.nbytes()
                     live += nbytes
-                    finalizer = weakref.finalize(storage, on_free, key, nbytes)
                     # At the interpreter's exit there is nothing left to count.
-                    finalizer.atexit = False
+                    weakref.finalize(storage, on_free, key, nbytes).atexit = False
         peak = max(peak, live)
 
     watch = OperationWatch(on_operation)

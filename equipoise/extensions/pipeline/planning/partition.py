@@ -101,8 +101,7 @@ def _parts_by_need(costs: Costs, cuts: Sequence[int]) -> list[float]:
     parts = []
     for index, size in enumerate(sizes):
         device = index % costs.num_devices
-        sizes_of_device = sizes[device :: costs.num_devices]
-        total = sum(sizes_of_device)
+        total = sum(sizes[device :: costs.num_devices])
         parts.append(size / max(1, total))
     return parts
 
@@ -114,8 +113,7 @@ def _overrun(costs: Costs, cuts: Sequence[int]) -> float:
     peaks = costs.peaks(costs.stages(cuts))
     for peak, device in zip(peaks, costs.devices, strict=False):
         if device.memory is not None:
-            overrun = _overrun_of_memory(device.memory, peak)
-            worst = max(worst, overrun)
+            worst = max(worst, _overrun_of_memory(device.memory, peak))
     return worst
 
 
@@ -168,8 +166,7 @@ def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int], _Cost]:
 
     # 1. For each number of stages and each end, find the best partition of the blocks before that end.
     no_cost = _Cost(overrun=0.0, slowest=0.0, passing=0)
-    no_stage = _LastStage(no_cost, first=0)
-    rows: list[_Row] = [{0: no_stage}]
+    rows: list[_Row] = [{0: _LastStage(no_cost, first=0)}]
     for stage in range(stages):
         row: _Row = {}
         hint = None
@@ -195,8 +192,7 @@ def _best(costs: Costs, enough: float = 0.0) -> tuple[list[int], _Cost]:
         cuts.append(end)
         end = rows[stage][end].first
     cuts.reverse()
-    last_stage_of_all = rows[stages][last_end]
-    return cuts, last_stage_of_all.cost
+    return cuts, rows[stages][last_end].cost
 
 
 def _best_beginning(
@@ -254,13 +250,11 @@ def _best_beginning(
             # Memory can only raise the cost.
             continue
         if memory is not None:
-            least_memory = costs.least_memory(stage, first, end)
-            least_overrun = _overrun_of_memory(memory, least_memory)
+            least_overrun = _overrun_of_memory(memory, costs.least_memory(stage, first, end))
             if best is not None and least_overrun > best.cost.overrun:
                 # All stages after this one in the list are longer, and need no less.
                 break
-            costs_of_stage = costs.stage(stage, first, end)
-            overrun = _overrun_of_memory(memory, costs_of_stage.memory)
+            overrun = _overrun_of_memory(memory, costs.stage(stage, first, end).memory)
             cost = cost._replace(overrun=max(cost.overrun, overrun))
         if best is None or cost < best.cost:
             best = _LastStage(cost, first)

@@ -77,8 +77,7 @@ def _tensors_of_call(node: fx.Node, root: nn.Module) -> Sequence[Tensor]:
     """Return the parameters and buffers of the layer that a call runs, or the one that it looks up."""
     if node.op not in ("call_module", "get_attr"):
         return ()
-    part = find_part(root, str(node.target))
-    return parameters_and_buffers(part)
+    return parameters_and_buffers(find_part(root, str(node.target)))
 
 
 class _Pass(CallInterpreter):
@@ -106,9 +105,7 @@ class _Pass(CallInterpreter):
         block, output = self._measure(node)
         index = len(self.blocks)
         name, is_named = self._names[index]
-        may_end = self._may_end[index]
-        named_block = replace(block, name=name, named=is_named, may_end=may_end)
-        self.blocks.append(named_block)
+        self.blocks.append(replace(block, name=name, named=is_named, may_end=self._may_end[index]))
         return map_tensors(_as_leaf, output)
 
     def _end_call(self) -> None:
@@ -121,9 +118,7 @@ class _Pass(CallInterpreter):
         passing = tensors_of(values)
         if self.blocks:
             sent = self._storages.passing(passing)
-            last_block = self.blocks[-1]
-            num_bytes = sum(sent.values())
-            self.blocks[-1] = replace(last_block, boundary=num_bytes, passing=sent)
+            self.blocks[-1] = replace(self.blocks[-1], boundary=sum(sent.values()), passing=sent)
         self._storages.keep_only(passing)
 
     def _measure(self, node: fx.Node) -> tuple[Block, Any]:
@@ -146,8 +141,7 @@ class _Pass(CallInterpreter):
             if self._measures_peaks:
                 values = list(self.env.values())
                 existing = [*tensors_of(values), *parameters]
-                repeat = partial(new_run().measure, self._storages)
-                peak = peak_bytes(repeat, existing)
+                peak = peak_bytes(partial(new_run().measure, self._storages), existing)
             if self._split:
                 left = run.left_bytes()
 

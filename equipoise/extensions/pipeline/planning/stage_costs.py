@@ -279,8 +279,7 @@ class Costs:
 
         # 2. Those that a block of this stage saves have been counted.
         for number, size in passing.items():
-            saver = self._saver.get(number, -1)
-            is_saved_here = first <= saver < end
+            is_saved_here = first <= self._saver.get(number, -1) < end
             if not is_saved_here:
                 nbytes += size
         return nbytes
@@ -300,10 +299,7 @@ class Costs:
 
     def peaks(self, stages: Sequence[Stage]) -> list[int]:
         """Return for each device the bytes at the peak, all of its stages together."""
-        peaks = []
-        for device in range(self.num_devices):
-            peaks.append(self._peak(device, stages))
-        return peaks
+        return [self._peak(device, stages) for device in range(self.num_devices)]
 
     def _peak(self, device: int, stages: Sequence[Stage]) -> int:
         """Follow the actions of a device and return its peak: its stages are full at different times."""
@@ -324,6 +320,5 @@ class Costs:
             peak = max(peak, most + stage.transient)
 
         # Parameters and the optimiser's state are there all the time.
-        stages_of_device = stages[device :: self.num_devices]
-        resting = sum(stage.resting for stage in stages_of_device)
+        resting = sum(stage.resting for stage in stages[device :: self.num_devices])
         return peak + resting

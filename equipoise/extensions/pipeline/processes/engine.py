@@ -113,7 +113,7 @@ class ProcessPipeline:
 
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
         """Send the workers an order, and the first of them the inputs of all micro-batches."""
-        self._commands.clear_failure()
+        self._commands.failed = None
         self._transfer.send_trainable()
         for stage in range(self._count - 1):
             # Stages draw different numbers.

@@ -111,8 +111,7 @@ class StageLaunch(ConnectedProcesses):
         self.device = self._device_of(rank.local_rank)
 
     def _device_of(self, local_rank: int) -> torch.device:
-        index = index_of_device(local_rank, self.count, len(self._devices))
-        return self._devices[index]
+        return self._devices[index_of_device(local_rank, self.count, len(self._devices))]
 
     def launch(self, function: Callable[[], T], known: Sequence[Any] = ()) -> T:
         """Run a function in the main process while the workers serve.
@@ -137,8 +136,7 @@ class StageLaunch(ConnectedProcesses):
 
     def _run_in_worker(self, function: Callable[[], T], port: int, rank: int) -> T:
         """Run in a process that the trainer has started, with this global rank."""
-        place = place_of_worker(rank, self._total, self._devices[0])
-        return self.run(place, port, function, None)
+        return self.run(place_of_worker(rank, self._total, self._devices[0]), port, function, None)
 
     def run(
         self,

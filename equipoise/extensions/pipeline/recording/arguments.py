@@ -39,9 +39,7 @@ class Arguments:
 
     def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return positional arguments and keyword arguments of a call as `of` does."""
-        graph_args = self.of(tuple(args))
-        graph_kwargs = self.of(dict(kwargs))
-        return graph_args, graph_kwargs
+        return self.of(tuple(args)), self.of(dict(kwargs))
 
     def of(self, value: Any) -> Any:
         """Return a nested value with calls in the place of tensors.
@@ -70,8 +68,7 @@ class Arguments:
             # Its constructor asks for the device of its tensors.
             return self._add_call(PackedSequence, value)
         if isinstance(value, slice):
-            bounds = (value.start, value.stop, value.step)
-            return slice(*map(self.of, bounds))
+            return slice(*map(self.of, (value.start, value.stop, value.step)))
         if kind in (tuple, list):
             items = map(self.of, value)
             return kind(items)
@@ -94,13 +91,11 @@ class Arguments:
         # 2. Containers are built again from their tensors.
         is_container = isinstance(value, Mapping | tuple | list)
         if not is_container and not is_dataclass(value):
-            class_name = type(value).__name__
-            raise Obstacle(f"hands on a {class_name}, whose tensors cannot be followed")
+            raise Obstacle(f"hands on a {type(value).__name__}, whose tensors cannot be followed")
         return self._add_call(rebuilt(structure), tensors)
 
     def _add_call(self, function: Any, arguments: Iterable[Any]) -> fx.Node:
-        graph_args = tuple(map(self.of, arguments))
-        node = self._graph.call_function(function, graph_args)
+        node = self._graph.call_function(function, tuple(map(self.of, arguments)))
         self._tensors.facts[node] = self._tensors.facts_of_arguments(node)
         for argument in node.all_input_nodes:
             # A packed sequence of a device has its sizes on the host.

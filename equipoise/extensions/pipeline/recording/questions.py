@@ -119,8 +119,7 @@ class Questions:
 
         # 2. Others decide something that is compared before the next call.
         if name in _TRAINABLE:
-            parameters = list(self._root.parameters())
-            self._conditions.append(same_trainable(parameters))
+            self._conditions.append(same_trainable(list(self._root.parameters())))
             return
         if name == "size" and padding_frame(frame) is not None:
             # The recorded call asks for the length again.
@@ -133,8 +132,7 @@ class Questions:
         # 3. The rest asks for values.
         if name == "__bool__" and _is_asserted(frame):
             # An assertion decides nothing else, so it is checked when the forward runs.
-            asserted = self._tensors.node_of(tensors[0])
-            self._graph.call_function(holds, (asserted,))
+            self._graph.call_function(holds, (self._tensors.node_of(tensors[0]),))
             return
         self._note_value(question, facts)
 
@@ -177,9 +175,7 @@ class Questions:
                 continue
             checks = [user for user in node.users if user.target is check_size]
             if not checks:
-                size = tuple(tensor.shape)
-                check = self._graph.call_function(check_size, (node, size))
-                check.meta[FOLLOWS] = True
+                self._graph.call_function(check_size, (node, tuple(tensor.shape))).meta[FOLLOWS] = True
 
     def _note_value(self, question: Question, facts: Facts) -> None:
         """Note a question about values, which the tensors of the network's call must answer alone.
@@ -196,16 +192,14 @@ class Questions:
             function, args = call_of(question.function, question.args)
             arguments = self._arguments.of_call(args, question.kwargs)
             index = min(facts.inputs)
-            condition = same_answer(self._root, function, arguments, question.result, index)
-            self._conditions.append(condition)
+            self._conditions.append(same_answer(self._root, function, arguments, question.result, index))
 
 
 def _is_asserted(frame: FrameType | None) -> bool:
     """Return True if an assertion of the user's asks, and nothing else."""
     # Skip the frames of torch and of this package.
     while frame is not None:
-        module_name = frame.f_globals.get("__name__", "")
-        is_of_library = module_name.startswith(("torch.", "equipoise."))
+        is_of_library = frame.f_globals.get("__name__", "").startswith(("torch.", "equipoise."))
         if not is_of_library:
             return is_assertion(frame.f_code, frame.f_lasti)
         frame = frame.f_back

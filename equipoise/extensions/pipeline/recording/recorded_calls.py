@@ -90,8 +90,7 @@ class RecordedCalls:
             self._tensors.note_change(tensor)
 
         # 3. Values.
-        changed_ids = {id(tensor) for tensor in computed.changed}
-        self._assign(node, computed.result, changed_ids)
+        self._assign(node, computed.result, {id(tensor) for tensor in computed.changed})
 
     def _values_among(self, node: fx.Node, tensors: Sequence[Tensor]) -> set[fx.Node]:
         """Return the values that are some of a call's tensors, and those of which they are views."""
@@ -103,8 +102,7 @@ class RecordedCalls:
         for tensor in tensors:
             value = self._tensors.find_node(tensor)
             if value is None:
-                looked_up = [argument for argument in arguments if argument.op == "get_attr"]
-                values.update(looked_up)
+                values.update(argument for argument in arguments if argument.op == "get_attr")
             else:
                 values.add(value)
         # 2. A tensor may be in a container that another call has built.
@@ -118,8 +116,7 @@ class RecordedCalls:
     def _facts_of(self, node: fx.Node, computed: Computed) -> Facts:
         """Return the facts about the value of a call, which follow from those about its arguments."""
         facts = self._tensors.facts_of_arguments(node)
-        is_random = Traits.RANDOM in computed.traits
-        has_effects = is_random or computed.changed or not computed.is_pure
+        has_effects = Traits.RANDOM in computed.traits or computed.changed or not computed.is_pure
         if has_effects:
             facts = facts._replace(is_pure=False)
         if Traits.DYNAMIC in computed.traits:
@@ -127,8 +124,7 @@ class RecordedCalls:
             sizes_of_call = Sizes.DYNAMIC
             if node.op == "call_module":
                 sizes_of_call = Sizes.ASSUMED
-            sizes = max(facts.sizes, sizes_of_call)
-            facts = facts._replace(sizes=sizes)
+            facts = facts._replace(sizes=max(facts.sizes, sizes_of_call))
         if computed.keeps_sizes and isinstance(computed.result, Tensor):
             value = self._tensors.find_node(computed.result)
             facts = facts._replace(sizes=self._tensors.facts_of(value).sizes)
@@ -151,8 +147,7 @@ class RecordedCalls:
                 continue
             node.meta[STAYS] = True
             item_node = self._graph.call_function(take_out, (node, key))
-            facts = self._tensors.facts_of(node)
-            self._tensors.facts[item_node] = facts
+            self._tensors.facts[item_node] = self._tensors.facts_of(node)
             self._viewed[item_node] = self._viewed[node]
             for name in ("line", "nn_module_stack"):
                 item_node.meta[name] = node.meta[name]

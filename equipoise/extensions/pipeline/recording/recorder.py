@@ -158,8 +158,7 @@ class Recorder(_Base):  # type: ignore[misc]
         self._reasons = reasons
         self._modes = present_modes()
         # Hooks must run at each call. Some are registered later, for the recording alone.
-        hooked = filter(has_module_hooks, network.modules())
-        self._hooked_ids = set(map(id, hooked))
+        self._hooked_ids = set(map(id, filter(has_module_hooks, network.modules())))
         # The first path of each module.
         self._paths = {id(module): path for path, module in root.named_modules()}
 
@@ -168,8 +167,7 @@ class Recorder(_Base):  # type: ignore[misc]
         tensors = [tensor for tensor, _ in inputs]
         for index, (tensor, node) in enumerate(inputs):
             self._tensors.add(tensor, node)
-            facts = Facts(frozenset([index]), is_pure=True)
-            self._tensors.facts[node] = facts
+            self._tensors.facts[node] = Facts(frozenset([index]), is_pure=True)
             self._tensors.note_operation(tensor, ())
         self.arguments = Arguments(graph, self._tensors, device)
         self.questions = Questions(graph, root, self._tensors, self.arguments, tensors)
@@ -232,8 +230,7 @@ class Recorder(_Base):  # type: ignore[misc]
         """Return the running modules without the network."""
         place = {}
         for running in self._running[1:]:
-            kind = type(running.module)
-            place[running.path] = (running.path, kind)
+            place[running.path] = (running.path, type(running.module))
         return place
 
     # Notices.
@@ -299,8 +296,7 @@ class Recorder(_Base):  # type: ignore[misc]
 
         # 2. A function that only returns its argument is no call.
         is_in_place = name.endswith("_") and not name.endswith("__")
-        argument_ids = set(map(id, computed.arguments))
-        returns_arguments = argument_ids.issuperset(map(id, results))
+        returns_arguments = set(map(id, computed.arguments)).issuperset(map(id, results))
         if returns_arguments and not computed.changed and not is_in_place:
             return
 
@@ -320,8 +316,7 @@ class Recorder(_Base):  # type: ignore[misc]
         node = self._graph.call_function(target, graph_args, graph_kwargs)
         if name in _SPLITS and len(computed.arguments) > 1:
             # Torch computes these by slices, whose bounds are values of the second tensor.
-            traits = computed.traits | Traits.DYNAMIC
-            computed = computed._replace(traits=traits)
+            computed = computed._replace(traits=computed.traits | Traits.DYNAMIC)
         computed = computed._replace(is_pure=not is_in_place)
         changes_values = is_in_place or name == "__setitem__"
         if changes_values and returns_arguments and name not in _RESIZES:
@@ -438,8 +433,7 @@ class Recorder(_Base):  # type: ignore[misc]
             # 3. A check of what it returns in later calls. Torch's own layers return the same structure in all of them.
             if not type(call.module).__module__.startswith("torch.nn."):
                 structure = structure_of(computed.result)
-                check = self._graph.call_function(check_structure, (node, structure))
-                check.meta[FOLLOWS] = True
+                self._graph.call_function(check_structure, (node, structure)).meta[FOLLOWS] = True
         return computed.result
 
     def _call_followed(self, call: _ModuleCall) -> Any:
@@ -465,8 +459,7 @@ class Recorder(_Base):  # type: ignore[misc]
                 self.obstacles[call.name] = obstacle
                 self.effects.accept(call.module)
                 node = self._graph.create_node("call_module", call.path)
-                computed = Computed(result, (), (), running.traits)
-                self.calls.finish(node, computed, self._place())
+                self.calls.finish(node, Computed(result, (), (), running.traits), self._place())
         return result
 
 
@@ -500,8 +493,7 @@ def _contents(value: Any) -> list[tuple[Any, list[Any]]]:
     items = list(items)
     contents = [(value, items)]
     for item in items:
-        inner = _contents(item)
-        contents.extend(inner)
+        contents.extend(_contents(item))
     return contents
 
 
@@ -515,8 +507,7 @@ def _check_received(name: str, contents: Sequence[tuple[Any, list[Any]]]) -> Non
         present = list(items_of(container) or ())
         has_same_length = len(present) == len(items)
         if not has_same_length or not all(map(is_, present, items)):
-            kind = type(container).__name__
-            raise Obstacle(f"{name} changes a {kind} that it receives")
+            raise Obstacle(f"{name} changes a {type(container).__name__} that it receives")
 
 
 def _check_result(name: str, result: Any) -> None:
@@ -529,5 +520,4 @@ def _check_result(name: str, result: Any) -> None:
         is_constant = isinstance(leaf, _CONSTANTS)
         if is_constant or isinstance(leaf, Tensor):
             continue
-        name_of_leaf = type(leaf).__name__
-        raise Obstacle(f"{name} returns a {name_of_leaf}, which may change")
+        raise Obstacle(f"{name} returns a {type(leaf).__name__}, which may change")

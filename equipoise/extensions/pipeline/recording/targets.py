@@ -29,13 +29,11 @@ __all__ = [
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name of a function, method or attribute of torch, such as "shape"."""
-    name_of_class = type(function).__name__
-    name = str(getattr(function, "__name__", name_of_class))
+    name = str(getattr(function, "__name__", type(function).__name__))
     if name in ("__get__", "__set__"):
         # The function is a method of an attribute's descriptor, which has the name of the attribute.
         descriptor = getattr(function, "__self__", None)
-        name_of_attribute = getattr(descriptor, "__name__", name)
-        return str(name_of_attribute)
+        return str(getattr(descriptor, "__name__", name))
     return name
 
 
@@ -66,11 +64,8 @@ def present_modes() -> Modes:
     """Return the present modes."""
     autocast = []
     for kind in ("cpu", "cuda"):
-        is_enabled = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind)
-        autocast.append((kind, is_enabled, dtype))
-    grad = torch.is_grad_enabled()
-    return Modes(grad, tuple(autocast))
+        autocast.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+    return Modes(torch.is_grad_enabled(), tuple(autocast))
 
 
 def under_modes(function: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
@@ -89,8 +84,7 @@ def _call_under(function: Callable[..., Any], modes: Modes, *args: Any, **kwargs
         for kind, is_enabled, dtype in modes.autocast:
             is_other_mode = is_enabled != torch.is_autocast_enabled(kind)
             if is_other_mode:
-                autocast = torch.autocast(kind, dtype, is_enabled)
-                stack.enter_context(autocast)
+                stack.enter_context(torch.autocast(kind, dtype, is_enabled))
         return function(*args, **kwargs)
 
 

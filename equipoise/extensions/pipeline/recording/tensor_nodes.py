@@ -142,8 +142,7 @@ class TensorNodes:
         entries = list(self._nodes.items())
         for recorded_tensor, node in entries:
             if address_of(recorded_tensor) == address:
-                facts = self.facts_of(node)
-                self.facts[node] = facts._replace(is_pure=False)
+                self.facts[node] = self.facts_of(node)._replace(is_pure=False)
 
     def note_operation(self, result: Any, args: Any) -> None:
         """Note the storages that an operation allocates.
@@ -166,8 +165,7 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
     for path, module in root.named_modules():
         # 1. Collect the tensors of the module itself.
         parameters = module.named_parameters(recurse=False)
-        buffers = module.named_buffers(recurse=False)
-        attributes: list[tuple[str, Tensor]] = [*parameters, *buffers]
+        attributes: list[tuple[str, Tensor]] = [*parameters, *module.named_buffers(recurse=False)]
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 attributes.append((name, value))
@@ -185,8 +183,7 @@ def address_of(tensor: Tensor) -> int:
     if not is_strided or tensor.device.type == "meta":
         return 0
     try:
-        storage = tensor.untyped_storage()
-        return storage.data_ptr()
+        return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         # Wrappers, such as those of torch.func, have no storage.
         return 0

@@ -66,8 +66,7 @@ class _Recording(NamedTuple):
     @property
     def sets_attributes(self) -> bool:
         """True if an attribute that the forward sets is an obstacle."""
-        reasons = [self.obstacle, *self.obstacles.values()]
-        return any(SETS_ATTRIBUTE in reason for reason in reasons)
+        return any(SETS_ATTRIBUTE in reason for reason in [self.obstacle, *self.obstacles.values()])
 
 
 def trace(call: NetworkCall, opaque_types: Mapping[type[nn.Module], str] | None = None) -> Traced:
@@ -138,8 +137,7 @@ def _recorded(call: NetworkCall, reasons: Mapping[str, str]) -> _Recording:
     tensors = call.copied_tensors()
     inputs: list[tuple[Tensor, fx.Node]] = []
     for index, tensor in enumerate(tensors):
-        node = graph.call_function(operator.getitem, (placeholder, index))
-        inputs.append((tensor, node))
+        inputs.append((tensor, graph.call_function(operator.getitem, (placeholder, index))))
     device = call.device
     if device.type == "cpu":
         # Tensors on a CPU name it without a number.
@@ -175,8 +173,7 @@ def _finished(recorder: Recorder, root: nn.Module, graph: fx.Graph, output: Any)
     # 2. Return the output.
     output_structure, tensors = OutputStructure.of(output)
     try:
-        values = map(recorder.arguments.of, tensors)
-        graph.output(tuple(values))
+        graph.output(tuple(map(recorder.arguments.of, tensors)))
     except Obstacle as error:
         return _Recording(None, f"{prefix} {error}", {}, attributes)
 

@@ -78,8 +78,7 @@ def check_schedule(schedule: str) -> Schedule:
 
 def _plain(name: str) -> str:
     """Return a name without case and punctuation: torch writes "Interleaved1F1B"."""
-    characters = filter(str.isalnum, name.lower())
-    return "".join(characters)
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def check_stages(schedule: Schedule, stages_per_device: int | None) -> int:
@@ -132,8 +131,7 @@ def actions_of(
         '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
     """
     if splits(schedule):
-        plans = _zero_bubble_plans(devices, micro_batches, stages_per_device)
-        return list(plans[device])
+        return list(_zero_bubble_plans(devices, micro_batches, stages_per_device)[device])
 
     # 1. Number of micro-batches that go through all stages of the device before the next ones do.
     if schedule in ("gpipe", "looped_bfs"):
@@ -184,8 +182,7 @@ def _rounds(stages: Sequence[int], at_once: int, micro_batches: int, *, backward
     tasks = []
     for first in range(0, micro_batches, at_once):
         for stage in stages:
-            for index in range(first, first + at_once):
-                tasks.append((stage, Action(backward, index)))
+            tasks += [(stage, Action(backward, index)) for index in range(first, first + at_once)]
     return tasks
 
 
@@ -201,8 +198,7 @@ def _zero_bubble_plans(devices: int, micro_batches: int, stages_per_device: int)
     for device in range(devices):
         stages_of_device = range(device, stages, devices)
         warm_up = stages - device
-        plan = _alternate(stages_of_device, devices, micro_batches, warm_up)
-        fillers.append(_GapFiller(plan, stages))
+        fillers.append(_GapFiller(_alternate(stages_of_device, devices, micro_batches, warm_up), stages))
 
     # 2. Let each device do one action at a time. An action counts as done from the next moment on.
     done: set[Task] = set()

@@ -41,10 +41,9 @@ def simulate(
 
     stages = len(forward)
     devices = stages // stages_per_device
-    waiting: list[deque[Task]] = []
-    for device in range(devices):
-        actions = actions_of(schedule, device, devices, micro_batches, stages_per_device)
-        waiting.append(deque(actions))
+    waiting: list[deque[Task]] = [
+        deque(actions_of(schedule, device, devices, micro_batches, stages_per_device)) for device in range(devices)
+    ]
 
     # The end of each task that is done, and of the last task of each device.
     ends: dict[Task, float] = {}

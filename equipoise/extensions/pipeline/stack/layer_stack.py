@@ -37,8 +37,7 @@ def _stacks_of(network: nn.Module) -> Iterator[LayerStack]:
             continue
         stack = {}
         for layer_name, layer in layers.items():
-            full_name = f"{name}.{layer_name}"
-            stack[full_name.removeprefix(".")] = layer
+            stack[f"{name}.{layer_name}".removeprefix(".")] = layer
         yield stack
 
 

@@ -112,8 +112,7 @@ def _changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
     # 2. Arguments by their positions.
     name = getattr(func, "__name__", "")
-    is_special = name.endswith("__")
-    is_in_place = name.endswith("_") and not is_special
+    is_in_place = name.endswith("_") and not name.endswith("__")
     if func in _WITH_STATISTICS:
         return args[1]
     if args and (is_in_place or func in _WRITING):

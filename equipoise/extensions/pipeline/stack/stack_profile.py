@@ -181,8 +181,7 @@ class _Pass:
         # Its backward ends when the gradient of an argument is computed.
         for tensor in tensors:
             if tensor.requires_grad:
-                on_gradient = partial(self._on_gradient, index)
-                tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
                 break
 
     def _end_layer(self) -> None:

@@ -56,8 +56,7 @@ class PipelinedBatch:
         self._sizes = sizes
         self._steps: list[SuspendedStep] = []
         for micro_batch, size in zip(micro_batches, sizes, strict=True):
-            run = partial(step.run_on, module, micro_batch, size)
-            self._steps.append(SuspendedStep(run))
+            self._steps.append(SuspendedStep(partial(step.run_on, module, micro_batch, size)))
         # By the number of the micro-batch: the calls of the network, and the results after the backward.
         self._calls: dict[int, CallStructure] = {}
         self._results: dict[int, StepResult] = {}
@@ -131,8 +130,7 @@ class PipelinedBatch:
     def _backward(self, number: int) -> None:
         """Run the backward of a micro-batch, down to the inputs of the last stage."""
         # 1. The loss of a micro-batch counts by its share of the samples.
-        batch_size = sum(self._sizes)
-        self._step.begin_micro_batch(self._sizes[number], batch_size)
+        self._step.begin_micro_batch(self._sizes[number], sum(self._sizes))
         # 2. The first stage needs the graph again if it runs backward to the network's inputs.
         inputs: Sequence[Tensor] = ()
         if number in self._calls:
@@ -149,5 +147,4 @@ def _detached(result: StepResult) -> StepResult:
     loss = result.loss
     if loss is not None:
         loss = loss.detach()
-    outputs = apply_to_collection(result.outputs, Tensor, Tensor.detach)
-    return result._replace(loss=loss, outputs=outputs)
+    return result._replace(loss=loss, outputs=apply_to_collection(result.outputs, Tensor, Tensor.detach))

@@ -30,8 +30,7 @@ class Output:
 
     def __init__(self, value: Any, *, with_graph: bool) -> None:
         tensors = list(tree.tensors_in(value))
-        shapes = [(tensor.shape, tensor.requires_grad) for tensor in tensors]
-        self._structure = (structure_of(value), shapes)
+        self._structure = (structure_of(value), [(tensor.shape, tensor.requires_grad) for tensor in tensors])
         self._connections: Counter[tuple[str, str]] = Counter()
         if with_graph:
             self._connections = _connections_of(tensors)
@@ -98,6 +97,5 @@ def fingerprints_of(value: Any) -> list[Any]:
             total = values.sum().item()
             absolute_total = values.abs().sum().item()
             # The text of NaN equals itself, unlike NaN.
-            fingerprint = (tuple(tensor.shape), repr(total), repr(absolute_total))
-            fingerprints.append(fingerprint)
+            fingerprints.append((tuple(tensor.shape), repr(total), repr(absolute_total)))
     return fingerprints

@@ -121,8 +121,7 @@ class Comparison:
         """Compute from the same state every time, and return the output or the error."""
 
         def output() -> Output:
-            value = compute()
-            return Output(value, with_graph=self._compares_graphs)
+            return Output(compute(), with_graph=self._compares_graphs)
 
         try:
             return self._call.rehearsed(output), None
@@ -161,8 +160,7 @@ class Comparison:
         # 1. Compute both, and note all values. The trace may fail at a call, whose value the forward does not compute.
         self._outcome(partial(self._call.compute, on_operation))
         self._outcome(partial(self._run_traced, traced, on_value))
-        for node in traced.calls[len(calls) :]:
-            calls.append(_computation_of(node, [_NO_VALUE], traced))
+        calls += [_computation_of(node, [_NO_VALUE], traced) for node in traced.calls[len(calls) :]]
 
         # 2. Find the call and the operation with which they continue.
         call, operation = self._first_difference(operations, calls)
@@ -243,15 +241,10 @@ def _owners_of_frame(frame: FrameType | None, module_ids: set[int]) -> list[nn.M
 def _computation_of(node: fx.Node, fingerprints: Sequence[Any], traced: Traced) -> _Computation:
     """Return a call of a trace, with the modules in whose forwards it was traced."""
     module_stack = node.meta.get("nn_module_stack", {})
-    owners = []
-    for path in reversed(module_stack):
-        # A layer that is called is no owner of the call.
-        if path != node.target:
-            owners.append(traced.root.get_submodule(path))
-    line = node.meta.get("line", "")
-    return _Computation(fingerprints, line, owners)
+    # A layer that is called is no owner of the call.
+    owners = [traced.root.get_submodule(path) for path in reversed(module_stack) if path != node.target]
+    return _Computation(fingerprints, node.meta.get("line", ""), owners)
 
 
 def _first_line(error: Exception) -> str:
-    message = str(error).strip()
-    return message.split("\n")[0]
+    return str(error).strip().split("\n")[0]

@@ -122,13 +122,12 @@ class StageClient:
 
         # 2. Send them with the calls.
         specs = [describe(program) for program in programs]
-        content = dumps(new_layers, self.placement.tensors)
         self.commands.send_command(
             stage,
             "load_stages",
             self._programs,
             specs,
-            content,
+            dumps(new_layers, self.placement.tensors),
             names,
             modes,
         )

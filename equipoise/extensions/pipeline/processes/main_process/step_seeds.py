@@ -52,5 +52,4 @@ class StepSeeds:
 def _seed_of(count: str) -> int:
     """Return a seed of 48 bits that follows from torch's and a count."""
     text = f"{torch.initial_seed()}, {count}"
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:6], "little")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")

@@ -85,9 +85,7 @@ class TensorPlacement:
         """
         for parameter, of_copy in zip(module.parameters(), copied.parameters(), strict=True):
             key = self._add(of_copy)
-            key_of_original = self._keys[id(parameter)]
-            copies = self._copies.setdefault(key_of_original, [])
-            copies.append(key)
+            self._copies.setdefault(self._keys[id(parameter)], []).append(key)
             is_on_host = of_copy.device.type == "cpu"
             if is_on_host and device.type != "cpu":
                 self.on_host.add(key)

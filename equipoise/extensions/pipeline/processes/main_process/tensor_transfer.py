@@ -59,8 +59,7 @@ class TensorTransfer:
         keys = self._placement.keys_elsewhere()
         for key, value in self._fetch(keys).items():
             tensor = self._placement.tensors[key]
-            value_here = value.to(tensor.device)
-            bring_back(tensor, value_here)
+            bring_back(tensor, value.to(tensor.device))
 
     @contextmanager
     def gathered_parameters(self, *, changed: bool = False) -> Iterator[None]:
@@ -82,8 +81,7 @@ class TensorTransfer:
         for key in self._placement.keys_elsewhere():
             tensor = self._placement.tensors[key]
             if isinstance(tensor, nn.Parameter):
-                without_values = placeholder(tensor.shape, tensor.dtype)
-                send_elsewhere(tensor, without_values.to(tensor.device))
+                send_elsewhere(tensor, placeholder(tensor.shape, tensor.dtype).to(tensor.device))
 
     def send_trainable(self) -> None:
         """Tell the workers which parameters are frozen, if that has changed."""

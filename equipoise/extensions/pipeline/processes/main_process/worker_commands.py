@@ -25,7 +25,7 @@ class WorkerCommands:
     Attributes:
         messenger, devices: As above.
         last: Number of the first stage of the main process.
-        failed: Device of the stage that failed first since `clear_failure`; None if none has.
+        failed: Device of the stage that failed first in the present step; None if none has.
     """
 
     def __init__(self, messenger: Messenger, devices: Sequence[torch.device]) -> None:
@@ -83,8 +83,7 @@ class WorkerCommands:
         results = {}
         first_failure = None
         for stage in commands:
-            rank = self._rank_of(stage)
-            results[stage], failure = self.messenger.receive(rank, REPLY)
+            results[stage], failure = self.messenger.receive(self._rank_of(stage), REPLY)
             first_failure = first_failure or failure
         if first_failure is not None:
             raise self.as_error(first_failure)
@@ -93,8 +92,7 @@ class WorkerCommands:
     def request_all(self, *command: Any) -> list[Any]:
         """Send a command to all workers, and return their replies in the order of stages."""
         commands = dict.fromkeys(range(self.last), command)
-        replies = self.request(commands)
-        return list(replies.values())
+        return list(self.request(commands).values())
 
     def time_links(self) -> list[float]:
         """Return the seconds in which a byte passes from each process to the next, and from this one to the first."""
@@ -110,8 +108,7 @@ class WorkerCommands:
             else:
                 self.send_command(next_stage, "answer_link", rank)
             command = ("time_link", self._rank_of(next_stage))
-            replies = self.request({stage: command}, meanwhile)
-            seconds.append(replies[stage])
+            seconds.append(self.request({stage: command}, meanwhile)[stage])
 
         # 2. The main process times the way to the first stage.
         self.send_command(0, "answer_link", 0)
@@ -119,22 +116,16 @@ class WorkerCommands:
         return seconds
 
     def _rank_of(self, stage: int) -> int:
-        count = len(self.devices)
-        return rank_of(stage, count)
+        return rank_of(stage, len(self.devices))
 
     # Failures.
 
     def as_error(self, failure: StageError) -> BaseException:
         """Return the error that arrived in place of a value, and record its device."""
-        device = torch.device(failure.device)
-        self.note_failure(device)
+        self.note_failure(torch.device(failure.device))
         return failure.as_error()
 
     def note_failure(self, device: torch.device) -> None:
         """Record the device of a failed stage. The first failure counts."""
         if self.failed is None:
             self.failed = device
-
-    def clear_failure(self) -> None:
-        """Forget the failure of an earlier step."""
-        self.failed = None

@@ -95,7 +95,7 @@ class ProcessBackend(PortableState):
             _check_optimizer(optimizer)
             index = len(self._optimizers)
             self._optimizers.append(optimizer)
-        groups = _identities_of(optimizer)
+        groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if self._sent.get(index) == groups:
             return index
         if index in self._sent:
@@ -239,8 +239,7 @@ class ProcessBackend(PortableState):
         return summed_gradients(self.processes, parameters)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        named_parameters = self._module.named_parameters()
-        return next(name for name, candidate in named_parameters if candidate is parameter)
+        return next(name for name, candidate in self._module.named_parameters() if candidate is parameter)
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip gradients over all stages.
@@ -296,10 +295,6 @@ class ProcessBackend(PortableState):
         self._recall_states()
         self._transfer.gather_parameters()
         self.processes.end()
-
-
-def _identities_of(optimizer: Optimizer) -> list[list[int]]:
-    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -51,8 +51,7 @@ def _are_same(parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]
 
 def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply the gradients of parameters by a factor."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    foreach.multiply_(gradients, factor)
+    foreach.multiply_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
 
 
 def unscale_gradients(parameters: Sequence[Tensor], scale: float) -> bool:
@@ -74,8 +73,7 @@ def unscale_gradients(parameters: Sequence[Tensor], scale: float) -> bool:
     device = parameters[0].device
     scaler = GradScaler(device.type, init_scale=scale)
     # The first use creates the scale.
-    loss = torch.zeros((), device=device)
-    scaler.scale(loss)
+    scaler.scale(torch.zeros((), device=device))
     # The scaler steps an optimiser only if all gradients are finite.
     recorder: Any = _StepRecorder(parameters)
     scaler.unscale_(recorder)

@@ -27,8 +27,7 @@ def sum_tied_gradients(processes: StageClient, parameters: Sequence[nn.Parameter
         return
 
     # 2. Sum their gradients, and give each worker its sums.
-    tied_tensors = [placement.tensors[key] for key in tied]
-    totals = summed_gradients(processes, tied_tensors)
+    totals = summed_gradients(processes, [placement.tensors[key] for key in tied])
     sums = dict(zip(tied, totals, strict=True))
     for stage in range(commands.last):
         sums_of_stage = {key: sums[key] for key in tied if key in placement.keys_of_workers[stage]}
@@ -92,8 +91,7 @@ def gradient_norm(processes: StageClient, index: Number, parameters: Sequence[nn
     device = processes.commands.devices[-1]
     norms = []
     for parameter in parameters:
-        key = processes.placement.key_of(parameter)
-        norm = norms_of_workers.get(key)
+        norm = norms_of_workers.get(processes.placement.key_of(parameter))
         if norm is None and parameter.grad is not None:
             norm = torch.linalg.vector_norm(parameter.grad)
         if norm is not None:

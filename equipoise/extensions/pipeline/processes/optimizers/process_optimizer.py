@@ -39,8 +39,7 @@ class ProcessOptimizer(StrategyOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimiser's groups, and one for the workers."""
-        group_of_workers = {"params": [self._worker_parameter]}
-        return [*self.optimizer.param_groups, group_of_workers]
+        return [*self.optimizer.param_groups, {"params": [self._worker_parameter]}]
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimiser in all processes."""

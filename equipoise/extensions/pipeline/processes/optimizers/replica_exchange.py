@@ -59,7 +59,8 @@ class ReplicaExchange:
         total = self._total_weight(window.total)
         self._sum_gradients(optimizer)
         if not total:
-            self._clear_gradients(optimizer)
+            self._processes.commands.send_to_all("tensors.clear_gradients")
+            optimizer.zero_grad()
             return True
 
         # 2. Sum those of tied parameters, and scale all.
@@ -114,10 +115,6 @@ class ReplicaExchange:
             if key is None or not placement.is_elsewhere(key):
                 here.append(tensor)
         return here
-
-    def _clear_gradients(self, optimizer: Optimizer) -> None:
-        self._processes.commands.send_to_all("tensors.clear_gradients")
-        optimizer.zero_grad()
 
     def copy_buffers(self) -> None:
         """Give all replicas the buffers of the first."""

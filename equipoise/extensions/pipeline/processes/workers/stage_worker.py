@@ -170,8 +170,7 @@ class StageWorker:
 
         # 2. Build the stages.
         used_layers = {target: self._layers[name] for target, name in names.items()}
-        stages = [rebuild(spec, used_layers) for spec in specs]
-        self._programs[number] = _Programs(stages, modes)
+        self._programs[number] = _Programs([rebuild(spec, used_layers) for spec in specs], modes)
 
     def _buffer_slots_of(self, layers: Iterable[Any]) -> Iterator[_BufferSlot]:
         keys = self.tensors.keys_by_identity()
@@ -229,8 +228,7 @@ class StageWorker:
         graphs = {stage: StageGraphs(self._device, self._device_before, split=split) for stage in stages}
 
         def forward(stage: int, micro_batch: int, inputs: Any) -> Any:
-            programs = self._programs[order.programs[micro_batch]]
-            program = programs.stages[stage // self._count]
+            program = self._programs[order.programs[micro_batch]].stages[stage // self._count]
             with order.state.entered():
                 return graphs[stage].forward(micro_batch, program, inputs, keep=keep, last=False)
 

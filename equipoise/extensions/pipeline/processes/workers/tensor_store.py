@@ -58,8 +58,7 @@ class TensorStore:
         device = self._device
         if self._specs[key].on_host:
             device = torch.device("cpu")
-        tensor = self[key]
-        tensor.data = values.detach().to(device)
+        self[key].data = values.detach().to(device)
 
     def compute(self, operations: Sequence[Operation]) -> None:
         """Compute operations of a callback with the tensors; see `RemoteOperations`."""

@@ -44,10 +44,8 @@ class WorkerOptimizers:
 
         # 3. Build it without `__init__`, whose arguments are not known.
         optimizer: Optimizer = kind.__new__(kind)
-        attributes = {"state": {}, "param_groups": groups, "defaults": defaults}
-        optimizer.__setstate__(attributes)
-        state_dict = _state_dict_of(optimizer, states)
-        optimizer.load_state_dict(state_dict)
+        optimizer.__setstate__({"state": {}, "param_groups": groups, "defaults": defaults})
+        optimizer.load_state_dict(_state_dict_of(optimizer, states))
         self._optimizers[index] = optimizer
 
     def _present_among(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -64,8 +62,7 @@ class WorkerOptimizers:
             return {}
         states = {}
         for key in sorted(self._tensors.present):
-            parameter = self._tensors[key]
-            state = optimizer.state.get(parameter)
+            state = optimizer.state.get(self._tensors[key])
             if state is not None:
                 states[key] = dict(state)
         return states
@@ -103,8 +100,7 @@ class WorkerOptimizers:
         keys = self._tensors.keys_by_identity()
         parameters = {}
         for parameter in optimizer_parameters(optimizer):
-            key = keys[id(parameter)]
-            parameters[key] = parameter
+            parameters[keys[id(parameter)]] = parameter
         # All replicas sum their gradients in the same order.
         return dict(sorted(parameters.items()))
 
@@ -119,8 +115,7 @@ class WorkerOptimizers:
     def sum_gradients(self, index: Number) -> None:
         """Sum gradients over the same stages of all replicas."""
         # All replicas have the same parameters here, also those without a gradient in this one.
-        parameters = self._parameters_here(index)
-        self._replica_sums.sum(list(parameters.values()))
+        self._replica_sums.sum(list(self._parameters_here(index).values()))
 
     def apply(self, index: Number, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a function for those parameters of an optimiser here that have a gradient."""
