@@ -89,8 +89,7 @@ def _answer(open_loaders: Callable[[], Any], sender: Connection) -> None:
     # A copy lacks the threads of torch, and would wait for them.
     torch.set_num_threads(1)
     try:
-        batch = _read(open_loaders())
-        content = pickle.dumps((batch, None))
+        content = pickle.dumps((_read(open_loaders()), None))
     except ConfigurationError as error:
         content = pickle.dumps((None, str(error).rstrip(".")))
     except Exception as error:

@@ -18,9 +18,7 @@ _STYLES = ("val", "s0", "s1", "s2", "s3", "s4", "s5", "train")
 def plan_page(plan: Mapping[str, Any]) -> str:
     """Return the HTML of a plan."""
     name = plan["title"]
-    header = page_header("Memory plan", name)
-    sections = _sections(plan)
-    return html_page(f"{name}: memory plan", header, sections)
+    return html_page(f"{name}: memory plan", page_header("Memory plan", name), _sections(plan))
 
 
 def _sections(plan: Mapping[str, Any]) -> Iterator[Markup | None]:
@@ -30,8 +28,7 @@ def _sections(plan: Mapping[str, Any]) -> Iterator[Markup | None]:
     facts["step"] = plan["method"]
     yield facts_section(facts)
     recommendation = plan["recommendation"]
-    overrides = recommendation["overrides"]
-    yield recommendation_section(recommended(recommendation), overrides)
+    yield recommendation_section(recommended(recommendation), recommendation["overrides"])
 
     # 2. The strategies. Numbers stand at the right of their columns.
     yield _picture(plan)
@@ -39,8 +36,7 @@ def _sections(plan: Mapping[str, Any]) -> Iterator[Markup | None]:
     for index, head in enumerate(HEADS):
         if head not in WORDS:
             numbers.append(index)
-    rows = rows_of(plan)
-    yield section("All strategies", table(HEADS, rows, numbers=numbers))
+    yield section("All strategies", table(HEADS, rows_of(plan), numbers=numbers))
 
     # 3. What the user must know beside them.
     notes = [hint(line) for line in lines_of(plan)]
@@ -61,9 +57,7 @@ def _picture(plan: Mapping[str, Any]) -> Markup:
         if name == recommended_name:
             label = f"{name} (recommended)"
         style = _STYLES[index % len(_STYLES)]
-        points = sorted(peaks.items())
-        line = Line(label=label, style=style, points=points)
-        lines.append(line)
+        lines.append(Line(label=label, style=style, points=sorted(peaks.items())))
 
     # 2. The limits.
     sizes: set[int] = set()
@@ -94,8 +88,7 @@ def _limits(plan: Mapping[str, Any], first_size: int, last_size: int) -> list[Li
             limits[name] = device["usable"]
     lines = []
     for limit in sorted(set(limits.values())):
-        names = [name for name, nbytes in limits.items() if nbytes == limit]
-        text = ", ".join(names)
+        text = ", ".join(name for name, nbytes in limits.items() if nbytes == limit)
         line = Line(
             label=f"usable on {text}",
             style="reserved",

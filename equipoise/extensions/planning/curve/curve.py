@@ -69,8 +69,7 @@ class MemoryCurve(StepTrace):
             # Weights and gradients have one size for all batches.
             gathering = gathered(self, self._nbytes(self.span.first, 1), load.units, share)
             parts, changes, starts = gathering.among(parts, changes, starts)
-        replay = Replay(parts, changes, starts, load)
-        return replay.peak()
+        return Replay(parts, changes, starts, load).peak()
 
     def _peak_of_stages(self, work: StageWork, batch_size: int, rounding: int) -> PredictedPeak:
         """Return the peak of a device that computes stages of a pipeline."""
@@ -84,8 +83,7 @@ class MemoryCurve(StepTrace):
         nbytes = self._nbytes(work.samples(batch_size), rounding)
         whole_batch = self._nbytes(batch_size, rounding)
         actions = work.actions(work.num_micro_batches(batch_size))
-        stages = self._stages[key]
-        return stages.peak(
+        return self._stages[key].peak(
             nbytes,
             whole_batch,
             actions,
@@ -98,8 +96,7 @@ class MemoryCurve(StepTrace):
         for size in self.sizes:
             nbytes = size.at(samples, self.span)
             # Rounded up.
-            blocks = -(-nbytes // rounding)
-            sizes.append(blocks * rounding)
+            sizes.append(-(-nbytes // rounding) * rounding)
         return [sizes[holder.size] for holder in self.holders]
 
     @cached_property

@@ -53,8 +53,7 @@ def fit_curve(first: RecordedStep, second: RecordedStep) -> MemoryCurve:
     indices: dict[Size, int] = {}
     holders = []
     for record, other in zip(first.records, second.records, strict=True):
-        size = size_between(record, other)
-        index = indices.setdefault(size, len(indices))
+        index = indices.setdefault(size_between(record, other), len(indices))
         holders.append(Holder(record.category, record.module, index))
 
     # 3. The events as numbers.
@@ -80,8 +79,7 @@ def fit_curve(first: RecordedStep, second: RecordedStep) -> MemoryCurve:
 
 def needs_confirmation(curve: MemoryCurve) -> bool:
     """Return True if a length is no multiple of the batch size, so that a third record must confirm the curve."""
-    proportional = [is_proportional(size, curve.span) for size in curve.sizes]
-    return not all(proportional)
+    return not all(is_proportional(size, curve.span) for size in curve.sizes)
 
 
 def reproduces(curve: MemoryCurve, recorded: RecordedStep) -> bool:

@@ -54,8 +54,7 @@ class Gathering(NamedTuple):
         (copy,) = numbers_of(["copy"])
         moved = []
         for start, earlier in zip(starts, self.before_phases, strict=True):
-            event = start.event + earlier
-            moved.append(PhaseStart(start.phase, event))
+            moved.append(PhaseStart(start.phase, start.event + earlier))
         return (
             np.insert(parts, self.positions, copy),
             np.insert(changes, self.positions, self.nbytes),
@@ -174,8 +173,7 @@ class _Walk:
     def add_gradient(self, module: str, nbytes: int) -> None:
         """Add what a process holds of a whole gradient beside its share. A first layer computes nothing else."""
         self.enter(module)
-        name = self._unit_of(module)
-        self._gradients[name] += nbytes
+        self._gradients[self._unit_of(module)] += nbytes
         self._change(self._beside_share(nbytes))
 
     def _sum_gradients(self, name: str) -> None:
@@ -192,15 +190,13 @@ class _Walk:
 
     def _beside_share(self, nbytes: int) -> int:
         """Return the bytes of gradients that a process gives away in a sum."""
-        given = 1 - self._share
-        return round(given * nbytes)
+        return round((1 - self._share) * nbytes)
 
     def _next(self) -> int:
         """Return the bytes of the unit whose backward comes next."""
         if not self._called:
             return 0
-        name = self._called[-1]
-        return self._units[name].nbytes
+        return self._units[self._called[-1]].nbytes
 
     def _fill_buffer(self, nbytes: int) -> None:
         self._change(-self._buffer)

@@ -119,6 +119,5 @@ def _between(first: Mapping[Any, int], second: Mapping[Any, int], position: floa
         begin = first.get(key, 0)
         end = second.get(key, 0)
         # Behind the last sizes, a line may lead below 0.
-        value = begin + (end - begin) * position
-        result[key] = max(0, round(value))
+        result[key] = max(0, round(begin + (end - begin) * position))
     return result

@@ -21,8 +21,7 @@ _PARTS: tuple[Part, ...] = (*CATEGORIES, "bucket", "copy")
 
 def numbers_of(parts: Sequence[Part]) -> Integers:
     """Return parts as the numbers that `Replay` takes."""
-    numbers = [_PARTS.index(part) for part in parts]
-    return np.array(numbers, dtype=np.int64)
+    return np.array([_PARTS.index(part) for part in parts], dtype=np.int64)
 
 
 class Replay:
@@ -66,11 +65,10 @@ class Replay:
 
         # 2. The largest of them, and its parts.
         largest = max(phases, key=lambda phase: phases[phase])
-        parts = self._parts(largest, moments[largest])
         return PredictedPeak(
             nbytes=phases[largest],
             phase=largest,
-            parts=parts,
+            parts=self._parts(largest, moments[largest]),
             phases=phases,
         )
 
@@ -88,8 +86,7 @@ class Replay:
         present = before + np.cumsum(shares * changes)
         exist_for_a_moment = self._are_momentary[categories] & (changes > 0)
         # The part that the device does not hold otherwise.
-        rest = (1 - shares) * changes
-        present += np.where(exist_for_a_moment, rest, 0)
+        present += np.where(exist_for_a_moment, (1 - shares) * changes, 0)
 
         # 3. The first of the largest.
         position = -1
@@ -98,8 +95,7 @@ class Replay:
         if len(present) and present.max() > before:
             position = int(present.argmax())
             most = float(present[position])
-        moment = start.event + position + 1
-        return round(most), moment
+        return round(most), start.event + position + 1
 
     def _factors(self, phase: str) -> Floats:
         """Return the share of each category that the device holds."""
@@ -112,8 +108,7 @@ class Replay:
         """Return the bytes of each category after a number of events."""
         categories = self._categories[:moment]
         changes = self._changes[:moment]
-        alive = np.bincount(categories, weights=changes, minlength=len(_PARTS))
-        return alive.astype(np.float64)
+        return np.bincount(categories, weights=changes, minlength=len(_PARTS)).astype(np.float64)
 
     def _parts(self, phase: str, moment: int) -> dict[Part, int]:
         """Return the bytes of each part after a number of events, the largest first."""

@@ -117,8 +117,7 @@ class StagesOfStep:
         # 1. What exists before the step: weights, states, gradients of the last step, and the batch.
         for stage in stages:
             for index in self._before[stage]:
-                category = self._holders[index].category
-                device.change(category, whole_batch[index])
+                device.change(self._holders[index].category, whole_batch[index])
 
         # 2. The actions. After the first backward of a stage a gradient is on its way to the stage before.
         with_gradients: set[int] = set()
@@ -127,8 +126,7 @@ class StagesOfStep:
             if not action.is_backward:
                 device.begin("forward")
                 if copies_inputs:
-                    received = self._passing(action.stage - 1, nbytes)
-                    device.receive(received, action)
+                    device.receive(self._passing(action.stage - 1, nbytes), action)
                 device.compute(
                     self._forwards[action.stage],
                     action,
@@ -139,9 +137,8 @@ class StagesOfStep:
             if not with_gradients:
                 device.forget_gradients()
             has_gradients = action.stage in with_gradients
-            events = self._backwards[action.stage]
             device.compute(
-                events,
+                self._backwards[action.stage],
                 action,
                 output=output,
                 has_gradients=has_gradients,
@@ -271,8 +268,7 @@ class _Device:
             output: The storage that the stage hands over, which it keeps until the end of its backward.
             has_gradients: True if its gradients exist already, so that those of this micro-batch are added to them.
         """
-        key = (action.stage, action.micro_batch)
-        alive = self._in_flight[key]
+        alive = self._in_flight[(action.stage, action.micro_batch)]
         for event in events:
             index = abs(event) - 1
             category = self._holders[index].category
@@ -292,10 +288,8 @@ class _Device:
         """Release what the backward of a micro-batch has left of its forward."""
         key = (action.stage, action.micro_batch)
         for index in self._in_flight.pop(key):
-            category = self._holders[index].category
-            self.change(category, -self._nbytes[index])
-        received = self._received.pop(key, 0)
-        self.change("copy", -received)
+            self.change(self._holders[index].category, -self._nbytes[index])
+        self.change("copy", -self._received.pop(key, 0))
 
 
 # The cut.
@@ -342,8 +336,7 @@ def _is_within(module: str, name: str) -> bool:
     _, _, in_network = module.partition(".")
     # With a point, "layer1" is not within "layer".
     prefix = f"{name}."
-    places = (f"{module}.", f"{in_network}.")
-    return any(place.startswith(prefix) for place in places)
+    return any(place.startswith(prefix) for place in (f"{module}.", f"{in_network}."))
 
 
 def _equal_parts(
@@ -456,8 +449,7 @@ def _most(events: Sequence[int], nbytes: Sequence[int]) -> tuple[int, int]:
     for event in events:
         # A negative event is a release.
         sign = 1 if event > 0 else -1
-        index = abs(event) - 1
-        running += sign * nbytes[index]
+        running += sign * nbytes[abs(event) - 1]
         count += sign
         most = max(most, (running, count))
     return most

@@ -35,9 +35,7 @@ def _repeats(container: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    parts = list(module.modules())
-    has_parameters = any(True for _ in module.parameters())
-    return len(parts) > 2 and has_parameters
+    return len(list(module.modules())) > 2 and any(True for _ in module.parameters())
 
 
 def has_frozen_layers(module: nn.Module) -> bool:

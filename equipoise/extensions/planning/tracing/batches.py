@@ -106,8 +106,7 @@ def _with_listed_samples(batch: Any, present: int, size: int) -> Any:
     if _is_list_of_images(batch):
         return _listed(batch, size)
     # The batch may have as many parts as samples, so only its parts are lists of samples.
-    parts = [_resized_part(part, present, size) for part in items_of(batch) or ()]
-    return rebuild(batch, parts)
+    return rebuild(batch, [_resized_part(part, present, size) for part in items_of(batch) or ()])
 
 
 def _resized_part(value: Any, present: int, size: int) -> Any:
@@ -130,5 +129,4 @@ def _listed(samples: Any, size: int) -> Any:
             return _copied(value)
         return value
 
-    repeated = [map_leaves(copied, samples[index % len(samples)]) for index in range(size)]
-    return type(samples)(repeated)
+    return type(samples)([map_leaves(copied, samples[index % len(samples)]) for index in range(size)])

@@ -12,8 +12,7 @@ __all__ = ["convert_without_memory", "empty_like_real", "exchange_tensors", "has
 
 def has_fake_tensors(module: nn.Module) -> bool:
     """Return True if a parameter or buffer of a module has no memory."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return any(is_fake(tensor) for tensor in tensors)
+    return any(is_fake(tensor) for tensor in [*module.parameters(), *module.buffers()])
 
 
 def exchange_tensors(module: nn.Module, exchange: Callable[[Tensor], Tensor]) -> None:

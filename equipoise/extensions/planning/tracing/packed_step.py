@@ -60,8 +60,7 @@ def packed(value: Any, *, with_contents: bool) -> bytes:
 
 
 def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:
-    tensor = torch.empty_strided(shape, stride, dtype=dtype)
-    return tensor.requires_grad_(requires_grad)
+    return torch.empty_strided(shape, stride, dtype=dtype).requires_grad_(requires_grad)
 
 
 def _empty_parameter(
@@ -70,8 +69,7 @@ def _empty_parameter(
     dtype: torch.dtype,
     requires_grad: bool,
 ) -> nn.Parameter:
-    data = torch.empty_strided(shape, stride, dtype=dtype)
-    return nn.Parameter(data, requires_grad=requires_grad)
+    return nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype), requires_grad=requires_grad)
 
 
 # In the process.

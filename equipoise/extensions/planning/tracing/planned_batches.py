@@ -63,8 +63,7 @@ def planned_batches(loader: Any) -> PlannedBatches:
         named = name_batches()
         batches = []
         for indices, _ in named:
-            samples = [loader.dataset[index] for index in indices]
-            batches.append(loader.collate_fn(samples))
+            batches.append(loader.collate_fn([loader.dataset[index] for index in indices]))
         row_tokens = [tokens for _, tokens in named if tokens is not None]
     if not batches:
         raise empty_loader()

@@ -128,5 +128,4 @@ def _one_or_all(optimizers: list[Optimizer]) -> Any:
 def _is_inherited(module: nn.Module, name: str) -> bool:
     """Return True for a method that the class has from Lightning, or does not have."""
     method = getattr(type(module), name, None)
-    package = getattr(method, "__module__", "lightning")
-    return package.partition(".")[0] in ("lightning", "pytorch_lightning")
+    return getattr(method, "__module__", "lightning").partition(".")[0] in ("lightning", "pytorch_lightning")
