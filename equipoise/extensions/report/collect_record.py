@@ -90,8 +90,7 @@ def collect_times(trainer: Any, fit: Fit) -> list[Point]:
     _, all_batches = batches[-1]
     points = [(float(first), 0.0)]
     for seconds, count in batches:
-        step = first + (last - first) * count / all_batches
-        points.append((step, seconds))
+        points.append((first + (last - first) * count / all_batches, seconds))
     return points
 
 

@@ -47,8 +47,7 @@ class StepCurve:
         self._points[step] = value
         if len(self._points) > _MOST_POINTS:
             points = list(self.points().items())
-            thinned = thin(points, _THINNED)
-            self._points = dict(thinned)
+            self._points = dict(thin(points, _THINNED))
 
     def points(self) -> Curve:
         """Return the values by step, in the order of steps."""
@@ -120,14 +119,12 @@ class CurveHistory:
             if name in self._by_step:
                 points = self._by_step[name].points()
             if points:
-                last = max(points)
-                values[name] = points[last]
+                values[name] = points[max(points)]
         return values
 
     def epoch_ends(self) -> dict[int, int]:
         """Return the last step of each epoch, by epochs done; thinned if there are many."""
-        points = self._epochs.points()
-        return {int(epoch): int(step) for step, epoch in points.items()}
+        return {int(epoch): int(step) for step, epoch in self._epochs.points().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves so far."""
@@ -145,8 +142,7 @@ class CurveHistory:
         self.curves = {name: dict(curve) for name, curve in state_dict["history"].items()}
         self.validation_names = set(state_dict["validation_names"])
         # Checkpoints of earlier versions have no curves by steps.
-        by_step = state_dict.get("by_step", {})
-        self._by_step = {name: StepCurve(state) for name, state in by_step.items()}
+        self._by_step = {name: StepCurve(state) for name, state in state_dict.get("by_step", {}).items()}
         self._epochs = StepCurve(state_dict.get("epochs"))
 
     # Hooks.
@@ -223,8 +219,7 @@ class CurveHistory:
         share = min(1.0, self.batches_done / trainer.num_training_batches)
         if share == 0:
             share = 1.0
-        epoch = trainer.current_epoch + share
-        self._record(trainer, epoch, _last_step(trainer), self.validation_names)
+        self._record(trainer, trainer.current_epoch + share, _last_step(trainer), self.validation_names)
 
     def on_train_epoch_end(self, trainer: Any) -> None:
         """Note the end of an epoch. Its values are read later: the module may log more after this."""
@@ -270,8 +265,7 @@ class CurveHistory:
                 continue
             # Reading the number waits for the device.
             number = float(value)
-            curve = self.curves.setdefault(name, {})
-            curve[float(epoch)] = number
+            self.curves.setdefault(name, {})[float(epoch)] = number
             if name not in self._logged_names:
                 self._add(name, step, number)
         self._hand_on(step)
@@ -358,5 +352,4 @@ def _is_fork(name: str, names: Container[str]) -> bool:
     if root == base:
         return False
     suffix = f"{mark}{loader}"
-    has_root = f"{root}{suffix}" in names
-    return has_root and f"{root}_epoch{suffix}" in names
+    return f"{root}{suffix}" in names and f"{root}_epoch{suffix}" in names

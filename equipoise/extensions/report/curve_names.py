@@ -44,13 +44,11 @@ def split_name(name: str) -> tuple[str, str]:
     stage_word = next((word for word in words if word.lower() in _STAGES), "")
     if stage_word and len(words) > 1:
         words.remove(stage_word)
-        words_with_text = filter(None, words)
-        name = " ".join(words_with_text) or name
+        name = " ".join(filter(None, words)) or name
     # 3. Put run stage and loader together.
     stage = _STAGES.get(stage_word.lower(), "")
     run_stage = f"{stage} {loader}".strip()
-    quantity = _LONG.get(name.lower(), name)
-    return quantity, run_stage
+    return _LONG.get(name.lower(), name), run_stage
 
 
 def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
@@ -82,12 +80,10 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
         is_single = len(families[quantity]) == 1
         return is_other_than_loss, is_single
 
-    ordered = sorted(families, key=position)
-    return {quantity: families[quantity] for quantity in ordered}
+    return {quantity: families[quantity] for quantity in sorted(families, key=position)}
 
 
 def _has_steps(name: str, curves: Mapping[str, Curve]) -> bool:
     """Return True if a curve holds values of epochs and another one those of steps: `loss` and `loss_step`."""
     base, mark, loader = name.partition(_LOADER_MARK)
-    name_of_steps = f"{base}_step{mark}{loader}"
-    return name_of_steps in curves
+    return f"{base}_step{mark}{loader}" in curves

@@ -20,8 +20,7 @@ def devices_of(trainer: Any) -> list[torch.device]:
     strategy = trainer.strategy
     # Lightning's strategies have a root device only.
     names = getattr(strategy, "devices", None) or [strategy.root_device]
-    devices = [torch.device(name) for name in names]
-    return list(dict.fromkeys(devices))
+    return list(dict.fromkeys(torch.device(name) for name in names))
 
 
 def device_name(device: torch.device) -> str:

@@ -254,10 +254,9 @@ class RunReport(FitRecorder):
         return self._origin
 
     def _write_run_file(self, trainer: Any, module: Any, fit: Fit, outcome: Outcome, error: str = "") -> None:
-        facts = collect_facts(trainer, module, fit, outcome)
         write_run_file(
             self._folder,
-            facts | self._read_origin(),
+            collect_facts(trainer, module, fit, outcome) | self._read_origin(),
             error=error,
             curves=self.recorded.step_curves(),
             times=collect_times(trainer, fit),
@@ -280,8 +279,7 @@ def _has_report(path: AnyPath, since: datetime) -> bool:
     begun = since.timestamp() * 1e9
     with contextlib.suppress(OSError), path.open("r", encoding="utf-8") as page:
         begin = page.read(_TITLE_RANGE)
-        written = path.stat().st_mtime_ns
-        return written >= begun and ": failed</title>" in begin
+        return path.stat().st_mtime_ns >= begun and ": failed</title>" in begin
     return False
 
 
@@ -289,9 +287,8 @@ def _leave_note(folder: AnyPath, rank: int, error: str) -> None:
     """Leave the error of this process for the main process, which only notices that a process has ended."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        text = f"\nRank {rank} had failed before:\n\n{error}"
         # The main process reads only complete notes.
-        write_page(text, folder / f".report-rank-{rank}.txt")
+        write_page(f"\nRank {rank} had failed before:\n\n{error}", folder / f".report-rank-{rank}.txt")
 
 
 def _take_notes(folder: AnyPath) -> str:
@@ -319,8 +316,7 @@ def _list_devices(trainer: Any) -> list[DeviceInfo]:
     # 2. Several processes may use one device.
     distinct: dict[tuple[str, str], tuple[str, DeviceInfo]] = {}
     for name, info in infos:
-        key = (name, info.uuid or info.device)
-        distinct.setdefault(key, (name, info))
+        distinct.setdefault((name, info.uuid or info.device), (name, info))
     # 3. Name the machine if there are several.
     nodes = {name for name, _ in distinct.values()}
     if len(nodes) == 1:

@@ -115,8 +115,7 @@ class RunSummary(FitRecorder):
         names = sorted(values, key=lambda name: name in validation_names)
         rows = []
         for name in names:
-            text = format_number(values[name])
-            rows.append((name, text))
+            rows.append((name, format_number(values[name])))
         for name, score in best_scores(trainer):
             rows.append((name, format_number(score)))
         return rows

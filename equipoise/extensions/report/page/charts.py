@@ -118,8 +118,7 @@ def line_chart(
     drawable = [_drawable(line, most_points, place) for line in lines]
     finite = _finite_points(drawable)
     if not finite:
-        empty = tag("p", "No value is a finite number.", class_="hint")
-        return tag("figure", head, empty, class_="chart")
+        return tag("figure", head, tag("p", "No value is a finite number.", class_="hint"), class_="chart")
     # 1. Choose the axes.
     xs = [point[0] for point in finite]
     ys = [point[1] for point in finite]
@@ -225,16 +224,14 @@ def tick_words(across: Scale, y: int) -> Markup:
     for index, tick in enumerate(across.ticks):
         share = across.place(tick)
         # The style sheet hides every second one where there is little room. The script has others for a part.
-        style = "tick odd" if index % 2 else "tick"
-        word = format_quantity(tick, across.unit)
         words.append(
             tag(
                 "text",
-                word,
+                format_quantity(tick, across.unit),
                 x=_percent(share),
                 y=y,
                 text_anchor=_text_anchor(share),
-                class_=style,
+                class_="tick odd" if index % 2 else "tick",
             )
         )
     return join(*words)
@@ -273,12 +270,11 @@ def _mark(mark: Mark, across: Scale, height: int) -> Markup:
     x = _percent(across.place(mark.x))
     line = tag("line", x1=x, x2=x, y1=0, y2=height)
     # The dot is large enough for a pointer; the title appears there.
-    dot = tag("circle", cx=x, cy=3, r=3)
     return tag(
         "g",
         tag("title", mark.text),
         line,
-        dot,
+        tag("circle", cx=x, cy=3, r=3),
         class_=f"mark {mark.style}",
     )
 

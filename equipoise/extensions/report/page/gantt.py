@@ -3,7 +3,7 @@
 Of several stages on a device later ones are paler.
 """
 
-from equipoise.extensions.common.timeline import Action, Span, Timeline
+from equipoise.extensions.common.timeline import Action, Span
 from equipoise.extensions.report.page.charts import tick_words
 from equipoise.extensions.report.page.markup import Markup, cut, heading, legend, tag, word_column
 from equipoise.extensions.report.page.record import PipelineStep
@@ -34,10 +34,8 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     first = min(span.begin for span in timeline.spans)
     length = timeline.seconds
     across = make_scale([0.0, length], "seconds", tight=True, most=8)
-    boxes = []
-    for span in timeline.spans[:_MOST_BOXES]:
-        boxes.append(span._replace(begin=span.begin - first, end=span.end - first))
-    row_kind = _row_kind(timeline)
+    boxes = [span._replace(begin=span.begin - first, end=span.end - first) for span in timeline.spans[:_MOST_BOXES]]
+    row_kind = "device" if timeline.stages_per_device > 1 else "stage"
     title = _title(step)
     rows = range(timeline.devices)
     height = len(rows) * (_ROW + _GAP)
@@ -75,10 +73,6 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     return tag("figure", head, body, class_="chart")
 
 
-def _row_kind(timeline: Timeline) -> str:
-    return "device" if timeline.stages_per_device > 1 else "stage"
-
-
 def _named(row: str, step: PipelineStep, device: int) -> str:
     """Return the name of a row or a stage, with that of its device if it is known."""
     if not step.devices:
@@ -92,8 +86,7 @@ def _title(step: PipelineStep) -> str:
     stages = _count(timeline.stages, "stage")
     if timeline.stages_per_device > 1:
         stages += f" on {_count(timeline.devices, 'device')}"
-    title = f"{step.schedule}, {stages}, {_count(batches, 'micro-batch')}"
-    return title.removeprefix(", ")
+    return f"{step.schedule}, {stages}, {_count(batches, 'micro-batch')}".removeprefix(", ")
 
 
 def _count(number: int, noun: str) -> str:
@@ -141,11 +134,10 @@ def _box(span: Span, step: PipelineStep, across: Scale) -> Markup:
     # Half a digit of room stays free beside the number.
     number_element = None
     if right - left >= _DIGIT * (len(number) + 0.5):
-        middle = (left + right) / 2
         number_element = tag(
             "text",
             number,
-            x=f"{middle:.2f}%",
+            x=f"{(left + right) / 2:.2f}%",
             y=_baseline(row),
             text_anchor="middle",
         )

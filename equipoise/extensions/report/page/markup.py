@@ -38,8 +38,7 @@ class Markup(str):
 
 def plain(text: object) -> str:
     """Return a text without characters that HTML forbids: control characters, lone surrogates, terminal colours."""
-    lines = str(text).replace("\r\n", "\n")
-    without_colours = _COLOURS.sub("", lines)
+    without_colours = _COLOURS.sub("", str(text).replace("\r\n", "\n"))
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", without_colours)
 
 
@@ -87,8 +86,7 @@ def join(*content: object) -> Markup:
         if isinstance(child, Markup):
             texts.append(child)
         else:
-            text = plain(child)
-            texts.append(html.escape(text))
+            texts.append(html.escape(plain(child)))
     return Markup("".join(texts))
 
 
@@ -118,8 +116,7 @@ def legend(entries: Iterable[Sequence[object]], *further: Markup) -> Markup:
 
 def word_column(words: Sequence[tuple[str, float]], height: int) -> Markup:
     """Draw words beside a figure, each with its baseline in pixels: a column as wide as the longest of them."""
-    longest = max((len(word) for word, _ in words), default=0)
-    width = 10 + round(_CHARACTER * longest)
+    width = 10 + round(_CHARACTER * max((len(word) for word, _ in words), default=0))
     texts = []
     for word, baseline in words:
         # Words end 8 pixels before the figure.
@@ -158,5 +155,4 @@ def table(
                 cells.append(tag("td", content, class_=style))
         body_rows.append(tag("tr", *cells))
     head = tag("thead", tag("tr", *head_cells))
-    body = tag("tbody", *body_rows)
-    return tag("div", tag("table", head, body), class_="scroll")
+    return tag("div", tag("table", head, tag("tbody", *body_rows)), class_="scroll")

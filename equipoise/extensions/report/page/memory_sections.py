@@ -38,8 +38,7 @@ def memory_section(points: Sequence[MemoryPoint], events: Sequence[RunEvent]) ->
         devices[point.device].append(point)
     drawn = dict(list(devices.items())[:MOST_CHARTS])
     # 2. Share out the points of the section.
-    lines = sum(_number_of_lines(readings) for readings in drawn.values())
-    most_points = points_per_line(lines)
+    most_points = points_per_line(sum(_number_of_lines(readings) for readings in drawn.values()))
     # 3. Draw all devices on the same axis across.
     span = (0.0, max(point.seconds for point in points))
     marks: list[Mark] = []
@@ -88,13 +87,12 @@ def _device_chart(
             )
         )
     fullest = max(readings, key=_peak_bytes)
-    note = f"peak {format_bytes(_peak_bytes(fullest))}, {fullest.phase} of step {fullest.step:,}"
     return line_chart(
         device,
         lines,
         x="seconds",
         y="bytes",
-        note=note,
+        note=f"peak {format_bytes(_peak_bytes(fullest))}, {fullest.phase} of step {fullest.step:,}",
         marks=marks,
         span=span,
         from_zero=True,
@@ -138,7 +136,10 @@ def peak_section(compositions: Sequence[Composition], *, expected: bool) -> Mark
         expected: If there are no compositions, say how to get them.
     """
     if not compositions:
-        return _advice() if expected else None
+        if not expected:
+            return None
+        code = tag("code", "MemoryLogger(detail='modules')")
+        return section("The peak", hint("Its parts are shown by ", code, "."))
     ordered = sorted(compositions, key=lambda composition: -composition.nbytes)
     drawn = ordered[:_MOST_MAPS]
     # The first map has all details; many others have fewer.
@@ -151,19 +152,13 @@ def peak_section(compositions: Sequence[Composition], *, expected: bool) -> Mark
     return section("The peak", *maps, note=note)
 
 
-def _advice() -> Markup:
-    code = tag("code", "MemoryLogger(detail='modules')")
-    return section("The peak", hint("Its parts are shown by ", code, "."))
-
-
 def _peak(composition: Composition, detail: float, *, is_open: bool) -> Markup:
-    moment = f"{composition.phase} of step {composition.step:,}"
     summary = tag(
         "summary",
         tag("b", composition.device),
         " ",
         format_bytes(composition.nbytes),
-        tag("span", moment, class_="note"),
+        tag("span", f"{composition.phase} of step {composition.step:,}", class_="note"),
     )
     return tag(
         "details",

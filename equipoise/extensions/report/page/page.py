@@ -154,8 +154,7 @@ def _head(title: str, style: Markup, script: Markup, *, asks_server: bool) -> Ma
 
 
 def _file(name: str) -> Markup:
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return Markup("\n" + text)
+    return Markup("\n" + Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 def _hash(source: str) -> str:
@@ -253,9 +252,8 @@ def _lines_of_user(trace: str) -> list[Markup]:
         is_installed = "site-packages" in path or "dist-packages" in path
         if is_installed or is_of_library(path):
             continue
-        place = f"{format_path(path)}, line {number}, in {function}"
         return [
-            tag("p", place, class_="place"),
+            tag("p", f"{format_path(path)}, line {number}, in {function}", class_="place"),
             tag("pre", code),
         ]
     return []
@@ -275,8 +273,7 @@ def facts_section(facts: Mapping[str, str]) -> Markup | None:
                 class_=_tile_style(value),
             )
         )
-    heading = tag("h2", "In short", class_="unseen")
-    return tag("section", heading, tag("dl", *tiles, class_="facts"))
+    return tag("section", tag("h2", "In short", class_="unseen"), tag("dl", *tiles, class_="facts"))
 
 
 def recommendation_section(sentences: str, overrides: Sequence[str]) -> Markup:

@@ -67,8 +67,7 @@ class Scale:
         """Return the position of a value, from 0 to 1."""
         value = min(max(value, self.low), self.high)
         if self.log:
-            ratio = math.log(value / self.low)
-            return ratio / math.log(self.high / self.low)
+            return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
@@ -107,8 +106,7 @@ def make_scale(
     step = _step((high - low) / most, unit)
     if not tight:
         low, high = _add_air(low, high, from_zero=from_zero)
-    ticks = _ticks(low, high, step)
-    return Scale(low, high, ticks, unit)
+    return Scale(low, high, _ticks(low, high, step), unit)
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
@@ -116,8 +114,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     finite = []
     for value in values:
         if math.isfinite(value):
-            limited = max(float(value), -_LARGEST)
-            finite.append(min(limited, _LARGEST))
+            finite.append(min(max(float(value), -_LARGEST), _LARGEST))
     return min(finite), max(finite)
 
 
@@ -158,11 +155,10 @@ def _log_scale(low: float, high: float) -> Scale:
     last = math.ceil(math.log10(high))
     stride = math.ceil((last - first) / 6)
     powers = [10.0**exponent for exponent in range(first, last + 1, stride)]
-    ticks = [power for power in powers if low <= power <= high]
     return Scale(
         low,
         high,
-        tuple(ticks),
+        tuple(power for power in powers if low <= power <= high),
         "number",
         log=True,
     )
@@ -188,8 +184,7 @@ def _step(span: float, unit: Unit) -> float:
 
 def _first_from(span: float, steps: Sequence[int], size: float) -> float:
     """Return the first step, in units of `size`, that is not below a span."""
-    lengths = [size * step for step in steps]
-    return next(length for length in lengths if length >= span)
+    return next(size * step for step in steps if size * step >= span)
 
 
 def thin(points: Sequence[Point], most: int, across: Callable[[float], float] = float) -> list[Point]:

@@ -215,16 +215,14 @@ def event_marks(events: Sequence[RunEvent]) -> list[Mark]:
     marks = []
     for event in events:
         text = f"{event.kind} at {format_span(event.seconds)}: {event.text}"
-        mark = Mark(x=event.seconds, style=_event_style(event.kind), text=text[:_MARK_TEXT])
-        marks.append(mark)
+        marks.append(Mark(x=event.seconds, style=_event_style(event.kind), text=text[:_MARK_TEXT]))
     stride = math.ceil(len(marks) / _MOST_MARKS)
     return marks[:: max(1, stride)]
 
 
 def _event_style(kind: str) -> str:
     """Return the CSS class of a kind of event."""
-    words = re.sub(r"[^a-z]+", "-", kind.lower())
-    name = words.strip("-") or "other"
+    name = re.sub(r"[^a-z]+", "-", kind.lower()).strip("-") or "other"
     return f"e-{name}"
 
 
@@ -301,10 +299,9 @@ def added_section(added: ReportSection) -> Markup:
     figure = None
     if added.lines:
         styles = cycle(f"s{number}" for number in range(6))
-        lines = [Line(label=name, style=next(styles), points=points) for name, points in added.lines.items()]
         figure = line_chart(
             f"{added.title} by step",
-            lines,
+            [Line(label=name, style=next(styles), points=points) for name, points in added.lines.items()],
             x="step",
             y="number",
             from_zero=True,
@@ -337,8 +334,7 @@ def configuration_section(text: str) -> Markup | None:
     style = "configuration"
     if len(shown) > _SHORT_CONFIGURATION:
         style += " long"
-    coloured_lines = [_coloured(line) for line in shown]
-    return section("Configuration", tag("pre", join(*coloured_lines), class_=style))
+    return section("Configuration", tag("pre", join(*map(_coloured, shown)), class_=style))
 
 
 def _coloured(line: str) -> Markup:
@@ -347,5 +343,4 @@ def _coloured(line: str) -> Markup:
     match = re.match(r"(\s*(?:- )?)([\w.\-/]+:)(?=\s|$)(.*)", line, re.DOTALL)
     if match is None:
         return tag("span", line, "\n")
-    key = tag("span", match[2], class_="name")
-    return tag("span", match[1], key, match[3], "\n")
+    return tag("span", match[1], tag("span", match[2], class_="name"), match[3], "\n")

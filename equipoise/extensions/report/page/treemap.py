@@ -183,8 +183,7 @@ def _groups(records: Sequence[TensorRecord], most: int) -> _Groups:
     for depth in range(deepest, -1, -1):
         groups: _Groups = defaultdict(list)
         for record in records:
-            names = record.module.split(".")
-            module = ".".join(names[:depth])
+            module = ".".join(record.module.split(".")[:depth])
             groups[module, record.category].append(record.nbytes)
         if len(groups) <= most:
             break
@@ -203,8 +202,7 @@ class _Node:
     @property
     def nbytes(self) -> int:
         tensors = sum(record.nbytes for record in self.tensors)
-        submodules = sum(child.nbytes for child in self.children.values())
-        return tensors + submodules
+        return tensors + sum(child.nbytes for child in self.children.values())
 
     def child(self, name: str) -> "_Node":
         """Return the submodule of a name; add it if it is new."""
@@ -245,13 +243,9 @@ def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
         composition: The live tensors; those of no bytes are left out.
         detail: Share of the usual number of cells. Default: 1.
     """
-    single = round(detail * _SINGLE)
-    merged = round(detail * _MERGED)
-    records = fold(composition.holders, single, merged)
-    total = sum(record.nbytes for record in records)
-    drawing = _Drawing(max(total, 1))
-    root = _collapsed(_tree(records))
-    drawing.add_node(root, Box(0, 0, _WIDTH, _HEIGHT), depth=0)
+    records = fold(composition.holders, round(detail * _SINGLE), round(detail * _MERGED))
+    drawing = _Drawing(max(sum(record.nbytes for record in records), 1))
+    drawing.add_node(_collapsed(_tree(records)), Box(0, 0, _WIDTH, _HEIGHT), depth=0)
     # The title tells those who cannot see the picture what it shows.
     totals = Counter[str]()
     for record in records:
@@ -296,12 +290,9 @@ class _Drawing:
         label = None
         if is_named:
             label = tag("text", node.name, x=5, y=14)
-        amount = self._amount(node.nbytes)
-        tip = tag("title", f"{node.path}\n{amount}")
+        tip = tag("title", f"{node.path}\n{self._amount(node.nbytes)}")
         # The style sheet has colours for three levels.
-        style = f"group d{min(depth, 3)}"
-        element = _placed(box, tip, _background(), label, class_=style)
-        self.elements.append(element)
+        self.elements.append(_placed(box, tip, _background(), label, class_=f"group d{min(depth, 3)}"))
 
     def _add_cell(self, record: TensorRecord, box: Box, owner: str) -> None:
         """Draw a tensor; `owner` is its module, if no name stands above."""
@@ -313,12 +304,10 @@ class _Drawing:
                 label = f"{owner} · {record.name}"
             texts.append(tag("text", label, x=5, y=14))
         if box.width > 48 and box.height > 34:
-            size = format_quantity(record.nbytes, "bytes")
-            texts.append(tag("text", size, x=5, y=29, class_="small"))
+            texts.append(tag("text", format_quantity(record.nbytes, "bytes"), x=5, y=29, class_="small"))
         tip = tag("title", self._tip(record))
         style = f"cell {style_of(record.category)}"
-        element = _placed(box, tip, _background(), *texts, class_=style)
-        self.elements.append(element)
+        self.elements.append(_placed(box, tip, _background(), *texts, class_=style))
 
     def _tip(self, record: TensorRecord) -> str:
         """Return the text that appears under the pointer."""
@@ -329,8 +318,7 @@ class _Drawing:
         if record.dtype:
             sizes = ", ".join(map(str, record.shape))
             shape = f"{record.dtype} [{sizes}]"
-        kind = f"{record.category} {shape}"
-        lines = (path, kind.strip(), self._amount(record.nbytes))
+        lines = (path, f"{record.category} {shape}".strip(), self._amount(record.nbytes))
         return "\n".join(filter(None, lines))
 
     def _amount(self, nbytes: int) -> str:

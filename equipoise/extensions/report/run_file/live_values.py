@@ -58,10 +58,8 @@ class LiveValues:
         seconds = round(now - self._clock, 3)
         lines = []
         for name, value in values.items():
-            line = json.dumps([name, step, as_json(value), seconds])
-            lines.append(f"{line}\n")
-        text = "".join(lines)
-        self._write(text, os.O_APPEND)
+            lines.append(f"{json.dumps([name, step, as_json(value), seconds])}\n")
+        self._write("".join(lines), os.O_APPEND)
         self._lines += len(lines)
         # Runs that log in each step would do nothing else.
         is_time = now - self._cleared >= _INTERVAL

@@ -98,13 +98,12 @@ def origin_section(origin: Mapping[str, Any]) -> ReportSection:
         commit = f"{origin['commit']}, with changes that are not committed"
 
     # 2. The table.
-    versions = [f"{name} {number}" for name, number in origin["versions"].items()]
     rows = [
         ("Fact", "Value"),
         ("command", origin["command"]),
         ("folder", origin["folder"]),
         ("commit", commit),
-        ("versions", ", ".join(versions)),
+        ("versions", ", ".join(f"{name} {number}" for name, number in origin["versions"].items())),
         ("machine", origin["host"]),
     ]
     return ReportSection("What was run", table=rows)

@@ -44,8 +44,7 @@ def write_run_file(
     values["error"] = _error_line(error)
     values["curves"] = _thinned(curves)
     values["times"] = _columns(times)
-    text = json.dumps(as_json(values))
-    write_page(text, folder / _FILE)
+    write_page(json.dumps(as_json(values)), folder / _FILE)
 
 
 def _error_line(trace: str) -> str:
@@ -67,8 +66,7 @@ def _thinned(curves: Mapping[str, Mapping[float, float]]) -> dict[str, list[list
     for name, curve in curves.items():
         if name.startswith(_MEMORY) or len(thinned) == _MOST_CURVES:
             continue
-        points = list(curve.items())
-        thinned[name] = _columns(points)
+        thinned[name] = _columns(list(curve.items()))
     return thinned
 
 
