@@ -56,8 +56,7 @@ class UnitCalls:
         self._hooks = []
         for number, unit in enumerate(units[:-1]):
             # Before the hook of torch that gathers the weights.
-            hook = unit.module.register_forward_pre_hook(self._hook(number), prepend=True)
-            self._hooks.append(hook)
+            self._hooks.append(unit.module.register_forward_pre_hook(self._hook(number), prepend=True))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -110,8 +109,7 @@ class UnitCalls:
         Raises:
             StepError: If the processes have called different units.
         """
-        kind_here = _END_WITH_GRAPH if has_graph else _END_WITHOUT_GRAPH
-        kinds = exchange_number(kind_here)
+        kinds = exchange_number(_END_WITH_GRAPH if has_graph else _END_WITHOUT_GRAPH)
         # With or without a graph, a forward has ended.
         self._check([_END_WITH_GRAPH if kind == _END_WITHOUT_GRAPH else kind for kind in kinds])
         if not self._compare_each:

@@ -47,8 +47,7 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _SIGN in str(error):
-            name = _name_of_weight(error, sharded.module)
-            raise StepError(_message(name, sharded)) from error
+            raise StepError(_message(_name_of_weight(error, sharded.module), sharded)) from error
         if _MADE in str(error):
             raise StepError(
                 "A parameter was made of a weight of the module, as by `nn.Parameter(self.layer.weight)`. Under"
@@ -64,8 +63,7 @@ def explained(sharded: ShardedModule) -> Iterator[None]:
         cut: Any = next(filter(is_cut, sharded.module.parameters()), None)
         if is_about_sizes and cut is not None:
             mesh = cut.device_mesh
-            parts = mesh.size(mesh.mesh_dim_names.index(TENSOR))
-            _check_widths(error, sharded.module, parts)
+            _check_widths(error, sharded.module, mesh.size(mesh.mesh_dim_names.index(TENSOR)))
         raise
 
 

@@ -24,10 +24,7 @@ def sharded_loads(
         context: Number of processes over which sequences are divided. Default: 1.
     """
     # 1. The bytes of each unit. One inside another counts as a part of it: both are whole at a time.
-    outer = []
-    for unit in units:
-        if not any(unit.name.startswith(f"{other.name}.") for other in units):
-            outer.append(unit)
+    outer = [unit for unit in units if not any(unit.name.startswith(f"{other.name}.") for other in units)]
     nbytes: dict[str, int] = defaultdict(int)
     gradients: dict[str, int] = defaultdict(int)
     for name, parameter in units[-1].module.named_parameters():

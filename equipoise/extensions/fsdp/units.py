@@ -82,8 +82,7 @@ def choose_units(module: nn.Module, patterns: Sequence[str | type[nn.Module]] | 
                 f"{unit.name} cannot be a unit of its own: {inside} and {outside} are the same parameter, and one of"
                 " them lies outside. Leave it out of `units`; its weights then stay with what is around both."
             )
-    root = Unit("", module)
-    return [*units, root]
+    return [*units, Unit("", module)]
 
 
 def _tied_outside(unit: Unit, names_of_parameters: Mapping[int, Sequence[str]]) -> tuple[str, str] | None:
@@ -129,8 +128,7 @@ def _is_called(module: nn.Module) -> bool:
 @cache
 def _output_layer_of_attention() -> type[nn.Module]:
     """Return the class of the layer that `nn.MultiheadAttention` reads without calling it."""
-    attention = nn.MultiheadAttention(1, 1, device="meta")
-    return type(attention.out_proj)
+    return type(nn.MultiheadAttention(1, 1, device="meta").out_proj)
 
 
 def _size(module: nn.Module) -> int:
@@ -154,8 +152,7 @@ def _units_by_name(module: nn.Module, patterns: Sequence[str | type[nn.Module]])
         matches = [name for name in submodules if expression.fullmatch(name)]
         usable = [name for name in matches if _is_called(submodules[name])]
         if not usable:
-            message = _no_match(pattern, matches, submodules)
-            raise ConfigurationError(message)
+            raise ConfigurationError(_no_match(pattern, matches, submodules))
         chosen.update(usable)
 
     # A submodule comes after the one that contains it, so the reverse order begins with the innermost.
@@ -197,8 +194,7 @@ def units_of_module(module: nn.Module) -> list[Unit]:
     if not sharded:
         return []
     inner_first = [unit for unit in reversed(sharded) if unit.name]
-    root = Unit("", module)
-    return [*inner_first, root]
+    return [*inner_first, Unit("", module)]
 
 
 def table_of(units: Sequence[Unit], processes: int) -> str:
@@ -227,10 +223,9 @@ def table_of(units: Sequence[Unit], processes: int) -> str:
             bytes_here += part_of(tensor).nbytes
         if not _is_sharded(unit.module):
             bytes_here /= processes
-        kind = type(unit.module)
         row = (
             unit.title,
-            kind.__name__,
+            type(unit.module).__name__,
             format_count(count),
             format_bytes(nbytes),
             format_bytes(bytes_here),

@@ -44,8 +44,7 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> None:
     dist.all_reduce(total)
 
     # 3. Clip.
-    factor = (largest / (total.sqrt() + _EPSILON)).clamp(max=1.0)
-    foreach.multiply_(parts, factor)
+    foreach.multiply_(parts, (largest / (total.sqrt() + _EPSILON)).clamp(max=1.0))
 
 
 def _copies_of(gradient: Tensor) -> int:

@@ -34,15 +34,12 @@ def share_values(module: nn.Module, processes: Processes) -> None:
         processes: The processes.
     """
     # 1. Random numbers.
-    here = random_state.capture_host()
-    state = processes.broadcast(here.state_dict())
-    first = random_state.RandomState.from_state_dict(state)
-    first.restore()
+    state = processes.broadcast(random_state.capture_host().state_dict())
+    random_state.RandomState.from_state_dict(state).restore()
     # 2. Values, if all of them are there.
     if not any(map(is_lazy, module.parameters())):
         check_same_modules(module)
-        tensors = [*module.parameters(), *module.buffers()]
-        copy_from_first(tensor for tensor in tensors if not tensor.is_meta)
+        copy_from_first(tensor for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)
 
 
 class Configuration:
@@ -79,8 +76,7 @@ class Configuration:
         noted = {id(part) for part, _ in self._before}
         for part in self._module.modules():
             if id(part) not in noted:
-                attributes = dict(_plain_attributes(part))
-                self._before.append((part, attributes))
+                self._before.append((part, dict(_plain_attributes(part))))
 
     def note_changes(self) -> None:
         """Note what `configure_model` has changed.

@@ -86,8 +86,7 @@ class DataProcesses(Processes):
         """Return the values of the first ranks; see `Processes.gather_objects`."""
         if self.world_size == 1:
             return [value]
-        values = self._all.gather_objects(value)
-        firsts: list[T] = self._first_of_each(values)
+        firsts: list[T] = self._first_of_each(self._all.gather_objects(value))
         return firsts
 
     def broadcast(self, value: T, src: int = 0) -> T:

@@ -165,8 +165,7 @@ class LayerComparison:
     def _is_possible(self, function: Callable[[], None]) -> bool:
         """Call a function in all processes. Warn, and return False, if it has failed in one."""
         self._attempt(function)
-        of_processes = gather_objects(self._failure)
-        reasons = [reason for reason in of_processes if reason is not None]
+        reasons = [reason for reason in gather_objects(self._failure) if reason is not None]
         if reasons:
             rank_zero_warn(
                 f"The {self._sides.parts} of {self._name} were not compared with {self._sides.wholes}, because"
@@ -239,8 +238,7 @@ class LayerComparison:
 
     def _of_loss(self, loss: Tensor, expected: Tensor) -> Difference:
         loss = _whole_of(loss)
-        gap = gap_of(_whole_of(expected), loss, self._tolerance(loss.dtype))
-        return Difference(gap, "")
+        return Difference(gap_of(_whole_of(expected), loss, self._tolerance(loss.dtype)), "")
 
     def _of_gradients(self, twin: nn.Module) -> list[Difference]:
         """Return the differences of the gradients of all parameters."""

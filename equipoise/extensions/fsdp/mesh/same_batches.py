@@ -39,7 +39,6 @@ def _digest(batch: Any) -> list[tuple[str, int]]:
     for name, tensor in entries_of(batch):
         # Sparse and nested tensors have no such bytes.
         if tensor.layout == torch.strided and not tensor.is_nested:
-            on_host = tensor.detach().cpu().contiguous()
-            content: Any = on_host.reshape(-1).view(torch.uint8).numpy()
+            content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             sums.append((f"{name} {tuple(tensor.shape)} {tensor.dtype}", zlib.crc32(memoryview(content))))
     return sums

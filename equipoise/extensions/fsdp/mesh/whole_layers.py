@@ -43,8 +43,7 @@ class WholeLayers:
     def __init__(self, module: LightningModule) -> None:
         memo: dict[int, Any] = {}
         for parameter in module.parameters():
-            without_values = parameter.detach().to("meta")
-            memo[id(parameter)] = nn.Parameter(without_values, parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         # Without the trainer, as Lightning leaves it out.
         self.module = copy.deepcopy(module, memo)
         self._group: dist.ProcessGroup | None = None
@@ -93,14 +92,11 @@ class WholeLayers:
             values[name] = _gathered(parameter)
         self._replace(values)
         for name, parameter in self.module.named_parameters():
-            is_trained = trained[name].requires_grad
-            parameter.requires_grad_(is_trained)
+            parameter.requires_grad_(trained[name].requires_grad)
         parts = dict(self.module.named_modules())
         for name, buffer in module.named_buffers():
             owner, _, last = name.rpartition(".")
-            part = parts[owner]
-            value = buffer.detach().clone()
-            setattr(part, last, value)
+            setattr(parts[owner], last, buffer.detach().clone())
 
         # 2. Attributes that hooks have set since, training modes, and generators, which the caller brings back.
         generators = set(map(id, find_generators(self._names, depth=1)))
@@ -121,8 +117,7 @@ class WholeLayers:
         """Replace all parameters by whole values, by the first name of each; one that is tied stays tied."""
         twins: dict[int, nn.Parameter] = {}
         for name, parameter in self.module.named_parameters():
-            value = _like(parameter, values[name])
-            twins[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+            twins[id(parameter)] = nn.Parameter(_like(parameter, values[name]), parameter.requires_grad)
         replaced = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             replaced[name] = twins[id(parameter)]
@@ -140,9 +135,7 @@ class WholeLayers:
 
 def _on_meta(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
-        detached = parameter.detach()
-        part = part_of(detached)
-        yield name, part.to("meta")
+        yield name, part_of(parameter.detach()).to("meta")
 
 
 def _gathered(tensor: Tensor) -> Tensor:
@@ -151,8 +144,7 @@ def _gathered(tensor: Tensor) -> Tensor:
     if not isinstance(detached, DTensor):
         return detached.clone()
     # A tensor that is cut over one process alone is returned as it is.
-    gathered = gather_whole(detached)
-    return gathered.clone()
+    return gather_whole(detached).clone()
 
 
 def _like(parameter: nn.Parameter, full: Tensor) -> Tensor:

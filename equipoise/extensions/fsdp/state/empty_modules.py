@@ -55,14 +55,12 @@ class ParametersOnMeta(TorchFunctionMode):
 
 def _changes_values(function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Return True if a function may write to a tensor with values, which must not be done to a copy."""
-    name = getattr(function, "__name__", "")
-    is_in_place = name.endswith("_") or "out" in options
+    is_in_place = getattr(function, "__name__", "").endswith("_") or "out" in options
     if not is_in_place:
         return False
     first = arguments[0] if arguments else None
     # A tensor on meta has no values to change.
-    is_on_meta = isinstance(first, Tensor) and first.is_meta
-    return not is_on_meta
+    return not (isinstance(first, Tensor) and first.is_meta)
 
 
 def _on_meta(value: Any) -> Any:

@@ -87,8 +87,7 @@ class ShardFolders(CheckpointFolders):
             content = Content(target, pieces, rest)
             save_folder(content, self._rank, gather_objects)
             return
-        copies = self._copies.take(pieces)
-        content = Content(target, copies, rest)
+        content = Content(target, self._copies.take(pieces), rest)
         self._background.start(partial(self._write, content, self._group))
 
     def _saved_here(self, tensors: dict[str, DTensor]) -> dict[str, DTensor]:

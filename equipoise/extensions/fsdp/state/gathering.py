@@ -58,13 +58,11 @@ def gather_whole(tensor: DTensor) -> Tensor:
         count = mesh.size(mesh_dimension)
         rank = mesh.get_local_rank(mesh_dimension)
         # Parts are those of `torch.chunk`, of which the last ones may be empty.
-        sizes = even_chunks(length, count)
-        shape[dimension] = sizes[rank]
+        shape[dimension] = even_chunks(length, count)[rank]
 
     # 2. The last cut is undone first.
     for (mesh_dimension, dimension), length in zip(reversed(cuts), reversed(lengths), strict=True):
-        group = mesh.get_group(mesh_dimension)
-        part = _joined(part, dimension, length, group)
+        part = _joined(part, dimension, length, mesh.get_group(mesh_dimension))
     return part
 
 
@@ -90,14 +88,12 @@ def _cuts(placements: tuple[Placement, ...], mesh: DeviceMesh) -> list[tuple[int
 
 def _joined(part: Tensor, dimension: int, length: int, group: dist.ProcessGroup) -> Tensor:
     """Return the parts of all processes of a group as one tensor."""
-    count = dist.get_world_size(group)
-    sizes = even_chunks(length, count)
+    sizes = even_chunks(length, dist.get_world_size(group))
     # Messages of all processes have one size. Bytes are of a type that each backend knows.
     shape = list(part.shape)
     shape[dimension] = sizes[0]
     sent = part.new_zeros(shape)
-    beginning = sent.narrow(dimension, 0, part.shape[dimension])
-    beginning.copy_(part)
+    sent.narrow(dimension, 0, part.shape[dimension]).copy_(part)
     received = [torch.empty_like(sent) for _ in sizes]
     if sent.numel():
         messages = [message.view(torch.uint8) for message in received]

@@ -108,8 +108,7 @@ class ShardedState(PortableState):
             aliases[alias] = first_names.setdefault(id(parameter), alias)
         portable = {}
         for key, value in state.items():
-            first_name = aliases.get(key, key)
-            portable[key] = self._value(f"{name}/{first_name}", value)
+            portable[key] = self._value(f"{name}/{aliases.get(key, key)}", value)
         return portable
 
     def _value(self, name: str, value: Any) -> Any:
@@ -151,8 +150,7 @@ class ShardedState(PortableState):
         for number, state in content["state"].items():
             portable = {}
             for key, value in state.items():
-                name = f"optimizer_states/{place}/{number}/{key}"
-                portable[key] = self._value(name, value)
+                portable[key] = self._value(f"optimizer_states/{place}/{number}/{key}", value)
             states[number] = portable
         return {**content, "state": states}
 
@@ -181,8 +179,7 @@ class ShardedState(PortableState):
             return []
         gathered: list[Tensor | None] = []
         for index, gradient in enumerate(super().gradients(optimizers, window_is_open=True)):
-            value = self._value(f"gradients/{index}", gradient)
-            gathered.append(value)
+            gathered.append(self._value(f"gradients/{index}", gradient))
         if self._group.is_main:
             return gathered
         return [None for _ in gathered]
@@ -192,8 +189,7 @@ class ShardedState(PortableState):
         # 1. Find the gradients that lie in a folder, and the parameters for which any process has another one.
         folder = self._folder_of(gradients)
         here = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
-        of_all = self._group.gather_objects(list(here))
-        present = set(chain(*of_all))
+        present = set(chain(*self._group.gather_objects(list(here))))
         if self._group.rank % self._group.processes_per_batch:
             # Those that compute a batch together have one position, which counts once.
             here = {}

@@ -84,8 +84,7 @@ def _step_whole(optimizer: Optimizer, group: dict[str, Any], shard: nn.Parameter
     matrix = nn.Parameter(_gathered(shard.detach()))
     matrix.grad = _gathered(shard.grad)
     if shard in optimizer.state:
-        kept = optimizer.state[shard]
-        optimizer.state[matrix] = {name: _gathered(value) for name, value in kept.items()}
+        optimizer.state[matrix] = {name: _gathered(value) for name, value in optimizer.state[shard].items()}
 
     # 2. The step, which is the same in all processes.
     try:

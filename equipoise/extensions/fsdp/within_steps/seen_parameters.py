@@ -81,10 +81,6 @@ class Seen:
         self.is_gathered = False
         change_class(self.whole, FreedParameter)
 
-    def note_data(self) -> None:
-        """Note that the whole one may be changed without a trace."""
-        self.is_touched = True
-
     def enter(self, is_in_step: bool) -> None:
         """Let the shard be one of a step, or of other code."""
         change_class(self.shard, ShardInStep if is_in_step else Shard)
@@ -412,7 +408,7 @@ class WholeParameter(nn.Parameter):
         if not self._seen.is_gathered:
             return self._seen.shard.data
         # Torch counts no changes of what this returns.
-        self._seen.note_data()
+        self._seen.is_touched = True
         return _own_data(self)
 
     @data.setter

@@ -78,15 +78,12 @@ def attend_to_whole(
     for number, half in zip(row.pieces, halves, strict=True):
         end = (number + 1) * piece
         # Repetitions of the last position see what it sees.
-        beyond = max(0, end - row.length)
-        repeated = min(beyond, piece - 1)
+        repeated = min(max(0, end - row.length), piece - 1)
         queries = half[..., : piece - repeated, :]
         keys = key[..., :end, :]
-        values = value[..., :end, :]
-        output = _attend_to_earlier(queries, keys, values, mask, dropout_p, **options)
+        output = _attend_to_earlier(queries, keys, value[..., :end, :], mask, dropout_p, **options)
         outputs.append(output)
-        last = output[..., -1:, :]
-        outputs.extend([last] * repeated)
+        outputs.extend([output[..., -1:, :]] * repeated)
     return torch.cat(outputs, -2)
 
 
@@ -106,10 +103,8 @@ def _attend_to_earlier(
         row[end:] = -torch.inf
         bias = row.as_strided((count, end), (1, 1))
         backwards = queries.flip(-2)
-        output = scaled_dot_product_attention(backwards, keys, values, bias, dropout_p, **options)
-        return output.flip(-2)
-    ones = torch.ones(count, end, dtype=torch.bool, device=queries.device)
-    triangle = ones.tril(end - count)
+        return scaled_dot_product_attention(backwards, keys, values, bias, dropout_p, **options).flip(-2)
+    triangle = torch.ones(count, end, dtype=torch.bool, device=queries.device).tril(end - count)
     visible = mask[..., :end]
     if visible.dtype == torch.bool:
         visible = triangle & visible
@@ -142,8 +137,7 @@ def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None
     # 1. The keys that the last query sees. Under a causal mask they are all that any query sees.
     visible, is_plain = _as_truth(mask)
     of_last = visible[..., -1:, :]
-    ones = torch.ones(queries, keys, dtype=torch.bool, device=mask.device)
-    triangle = ones.tril()
+    triangle = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
     # 2. What the mask can be, in all processes alike.
     as_causal = (visible == (of_last & triangle)).all()
     as_of_keys = (visible == of_last).all()
@@ -162,8 +156,7 @@ def _as_truth(mask: Tensor) -> tuple[Tensor, Tensor]:
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
     visible = mask == 0
-    hidden = mask <= torch.finfo(mask.dtype).min
-    return visible, (visible | hidden).all()
+    return visible, (visible | (mask <= torch.finfo(mask.dtype).min)).all()
 
 
 def _other_mask(row: SequenceRow, mask: Tensor) -> str:

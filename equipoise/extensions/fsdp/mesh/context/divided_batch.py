@@ -85,8 +85,7 @@ def _divide_entries(batch: Any, row: SequenceRow, dims: Any) -> Any:
                 f" {row.length} positions. All of them need the same number."
             )
         entries[key] = row.own_part(entries[key], dim)
-    values = list(entries.values())
-    return rebuild(batch, values)
+    return rebuild(batch, list(entries.values()))
 
 
 def _begin(row: SequenceRow, length: int) -> None:

@@ -150,8 +150,7 @@ class DividedStep:
             value = entry.value.to(share)
             size = torch.full_like(share, entry.batch_size or 0)
             numbers += [value.sum(), size]
-        stacked = torch.stack(numbers)
-        of_all = row.of_all(stacked)
+        of_all = row.of_all(torch.stack(numbers))
         shares, losses, *columns = torch.stack(of_all, 1)
 
         # 3. Those of the row. The loss keeps its graph.
@@ -161,8 +160,7 @@ class DividedStep:
             logged.append(_combined(entry, values, shares, sizes))
         mean = _mean(losses, shares)
         loss = loss * share.to(loss.dtype)
-        difference = mean - loss.detach()
-        loss = loss + difference.to(loss.dtype)
+        loss = loss + (mean - loss.detach()).to(loss.dtype)
         return result._replace(loss=loss, weight=weight, logged=logged)
 
     def backward(self, result: StepResult) -> None:
@@ -200,8 +198,7 @@ def _weight_of(result: StepResult) -> Any:
 
 def _combined(logged: Any, values: Tensor, shares: Tensor, sizes: Tensor) -> Any:
     """Return a logged value of the whole batch, of those of all processes, their shares in a mean, and their sizes."""
-    options = LogOptions(*logged.arguments)
-    reduction = reduction_name(options.reduce_fx)
+    reduction = reduction_name(LogOptions(*logged.arguments).reduce_fx)
     if reduction == "mean":
         value = _mean(values, shares)
     else:
@@ -209,12 +206,10 @@ def _combined(logged: Any, values: Tensor, shares: Tensor, sizes: Tensor) -> Any
     if logged.value.is_floating_point():
         value = value.to(logged.value.dtype)
     if logged.batch_size is not None:
-        size = sizes.sum()
-        logged = logged._replace(batch_size=int(size))
+        logged = logged._replace(batch_size=int(sizes.sum()))
     return logged._replace(value=value)
 
 
 def _mean(values: Tensor, shares: Tensor) -> Tensor:
     # A value without a share may be no number.
-    counted = torch.where(shares > 0, values * shares, 0.0)
-    return counted.sum() / shares.sum()
+    return torch.where(shares > 0, values * shares, 0.0).sum() / shares.sum()

@@ -41,8 +41,7 @@ class DividedModels:
             transformers.AttentionInterface.register(_NAME, sdpa)
             transformers.AttentionMaskInterface.register(_NAME, partial(_mask, row))
         for model in models:
-            hook = model.register_forward_pre_hook(partial(_complete, row), with_kwargs=True)
-            self._hooks.append(hook)
+            self._hooks.append(model.register_forward_pre_hook(partial(_complete, row), with_kwargs=True))
         self.attention = OtherAttention(module, _NAME)
 
     def close(self) -> None:
@@ -86,8 +85,7 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
     # 3. The labels of the next tokens, some of which other processes have.
     labels = inputs.get("labels")
     if labels is not None and kwargs.get("shift_labels") is None and _shifts_labels(model):
-        next_labels = row.gather(labels, 1)[:, 1:]
-        padded = nn.functional.pad(next_labels, (0, 1), value=_IGNORED)
+        padded = nn.functional.pad(row.gather(labels, 1)[:, 1:], (0, 1), value=_IGNORED)
         kwargs["shift_labels"] = row.own_part(padded, 1)
     return args, kwargs
 
@@ -95,8 +93,7 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
 def _numbers_of_sequences(row: SequenceRow, positions: Tensor) -> Tensor | None:
     """Return the number of the sequence at each position of the samples; None if each sample is one."""
     # Where positions begin again, another sequence begins.
-    steps = row.gather(positions, 1).diff(dim=1)
-    begins = steps != 1
+    begins = row.gather(positions, 1).diff(dim=1) != 1
     if not bool(begins.any()):
         return None
     return nn.functional.pad(begins.cumsum(1), (1, 0))
@@ -114,8 +111,7 @@ def _keeps_keys(model: Any, kwargs: dict[str, Any]) -> bool:
 
 def _shifts_labels(model: Any) -> bool:
     """Return whether the loss of a model is that of the next token, and takes labels that are shifted already."""
-    signature = inspect.signature(model.loss_function)
-    return "shift_labels" in signature.parameters
+    return "shift_labels" in inspect.signature(model.loss_function).parameters
 
 
 def _mask(
@@ -156,14 +152,12 @@ def _mask(
     samples = torch.arange(batch_size, device=device)[:, None, None, None]
     queries = row.positions(torch.device(device))[:, None]
     keys = torch.arange(row.length, device=device)
-    heads = torch.zeros_like(samples)
-    mask = mask_function(samples, heads, queries, keys)
+    mask = mask_function(samples, torch.zeros_like(samples), queries, keys)
 
     # 3. What hides further keys.
     if tokens is not None:
         mask = mask & tokens[:, None, None]
     if row.sequences is not None:
         of_keys = row.sequences[:, None]
-        of_queries = row.own_part(of_keys, 2)
-        mask = mask & (of_queries[..., None] == of_keys[:, :, None])
+        mask = mask & (row.own_part(of_keys, 2)[..., None] == of_keys[:, :, None])
     return mask.expand(batch_size, 1, row.part, row.length)

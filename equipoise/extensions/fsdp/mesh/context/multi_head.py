@@ -45,8 +45,7 @@ def attend_in_heads(row: SequenceRow, arguments: dict[str, Any]) -> tuple[Tensor
     names = ("query", "key", "value")
     for name, weight, bias in zip(names, weights, biases, strict=True):
         flat = functional.linear(arguments[name], weight, bias)
-        in_heads = flat.view(*flat.shape[:2], heads, -1)
-        projected.append(in_heads.permute(1, 2, 0, 3))
+        projected.append(flat.view(*flat.shape[:2], heads, -1).permute(1, 2, 0, 3))
     query, key, value = projected
 
     # 2. Attention to the keys of the whole sequence.
@@ -67,10 +66,8 @@ def attend_in_heads(row: SequenceRow, arguments: dict[str, Any]) -> tuple[Tensor
     )
 
     # 3. The output: (positions, samples, channels).
-    positions_first = attended.permute(2, 0, 1, 3)
-    joined = positions_first.flatten(2)
-    output = functional.linear(joined, arguments["out_proj_weight"], arguments["out_proj_bias"])
-    return output, None
+    joined = attended.permute(2, 0, 1, 3).flatten(2)
+    return functional.linear(joined, arguments["out_proj_weight"], arguments["out_proj_bias"]), None
 
 
 def _mask(row: SequenceRow, arguments: dict[str, Any], query: Tensor) -> tuple[bool, Tensor | None]:
@@ -110,5 +107,4 @@ def _additive(mask: Tensor, query: Tensor) -> Tensor:
     """Return a mask that is added to scores."""
     if mask.dtype != torch.bool:
         return mask
-    zeros = torch.zeros_like(mask, dtype=query.dtype)
-    return zeros.masked_fill(~mask, -torch.inf)
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)

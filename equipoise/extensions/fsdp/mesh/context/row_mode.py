@@ -164,11 +164,8 @@ def _weight_of_labels(
     if target.is_floating_point():
         # Probabilities of classes, which lie in the second dimension, or the only one.
         dim = min(1, target.ndim - 1)
-        count = target.numel() // target.size(dim)
-        return target.new_full((), count, dtype=torch.float64)
+        return target.new_full((), target.numel() // target.size(dim), dtype=torch.float64)
     is_counted = target != ignore_index
     if weight is None:
         return is_counted.sum().double()
-    labels = torch.where(is_counted, target, 0)
-    weights = weight[labels] * is_counted
-    return weights.sum().double()
+    return (weight[torch.where(is_counted, target, 0)] * is_counted).sum().double()

@@ -96,8 +96,7 @@ class SequenceRow:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions in the whole sequence that this process has."""
-        positions = torch.arange(self.length, device=device)
-        return self.own_part(positions, 0)
+        return self.own_part(torch.arange(self.length, device=device), 0)
 
     def own_part(self, whole: Tensor, dim: int) -> Tensor:
         """Return the part of this process.
@@ -181,9 +180,7 @@ class SequenceRow:
 
     def all_true(self, flags: Tensor) -> list[bool]:
         """Return for each flag whether it is true in all processes."""
-        numbers = flags.to(torch.int32)
-        counts = self.add_up(numbers)
-        return [count == self.size for count in counts.tolist()]
+        return [count == self.size for count in self.add_up(flags.to(torch.int32)).tolist()]
 
 
 class _Gather(torch.autograd.Function):
@@ -204,7 +201,6 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         row, dim = ctx.place
         pieces = gradient.chunk(2 * row.size, dim)
-        pairs = zip(pieces[: row.size], reversed(pieces), strict=False)
         # The part of each process.
-        parts = [torch.cat(pair, dim) for pair in pairs]
+        parts = [torch.cat(pair, dim) for pair in zip(pieces[: row.size], reversed(pieces), strict=False)]
         return row.own_sum(parts), None, None

@@ -53,8 +53,7 @@ def reasons_of(module: nn.Module, plan: Plan, tensor: int) -> dict[str, str]:
     # 3. Their neighbours, also those of layers and parameters for which torch has no style.
     siblings = defaultdict(list)
     for name in [*plan.reasons, *_together(plan)]:
-        parent = _parent(name)
-        siblings[parent].append(name)
+        siblings[_parent(name)].append(name)
     for names in siblings.values():
         uncut = [name for name in names if name in reasons]
         if uncut:
@@ -95,8 +94,7 @@ def _reason(module: nn.Module, name: str, plan: Plan, tensor: int) -> str | None
     # Each process has whole heads. An embedding has a number for each of them at most.
     if isinstance(layer, nn.Embedding):
         return None
-    parent = module.get_submodule(_parent(name))
-    attributes = vars(parent)
+    attributes = vars(module.get_submodule(_parent(name)))
     for attribute in _WIDTHS_OF_HEADS:
         head = attributes.get(attribute)
         # By type, as modules may have something else by this name.
@@ -124,8 +122,7 @@ def _tied_layers(module: nn.Module) -> dict[str, str]:
     owners: dict[int, list[str]] = defaultdict(list)
     parameters = module.named_parameters(remove_duplicate=False)
     for name, parameter in parameters:
-        layer = _parent(name)
-        owners[id(parameter)].append(layer)
+        owners[id(parameter)].append(_parent(name))
     reasons = {}
     for names in owners.values():
         for name in names:
@@ -147,15 +144,13 @@ def apply_plan(module: nn.Module, plan: Plan, reasons: dict[str, str], row: Devi
     # 1. The layers.
     cut = [name for name in plan.styles if name not in reasons]
     for name in cut:
-        layer = module.get_submodule(name)
-        cut_layer(layer, row, plan.styles[name])
+        cut_layer(module.get_submodule(name), row, plan.styles[name])
 
     # 2. What counts their heads.
     for name in plan.divided:
         if _is_divided(name, plan, reasons):
             part, attribute = _owner_of(module, name)
-            number = getattr(part, attribute)
-            setattr(part, attribute, number // row.size())
+            setattr(part, attribute, getattr(part, attribute) // row.size())
 
 
 def _counted_layers(plan: Plan, name: str) -> list[str]:
@@ -196,8 +191,7 @@ def layers_table(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> str:
     counts = Counter(_rows(module, plan, reasons))
     for row, count in counts.items():
         name, style, reason = row
-        line = (name, str(count), style, reason)
-        lines.append(line)
+        lines.append((name, str(count), style, reason))
     return align_columns(lines)
 
 
@@ -209,8 +203,7 @@ def _rows(module: nn.Module, plan: Plan, reasons: dict[str, str]) -> Iterator[tu
         if style is not None and name not in reasons:
             yield pattern, title_of(style), ""
         elif style is not None or isinstance(layer, nn.Linear | nn.Embedding):
-            reason = reasons.get(name, "it is in no plan")
-            yield pattern, "whole", reason
+            yield pattern, "whole", reasons.get(name, "it is in no plan")
     for name in plan.divided:
         pattern = _NUMBER.sub("*", name)
         if _is_divided(name, plan, reasons):

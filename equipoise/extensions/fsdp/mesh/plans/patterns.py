@@ -11,6 +11,4 @@ def expression_of(pattern: str) -> re.Pattern[str]:
     Args:
         pattern: The pattern, in which * stands for anything between two dots, and ** for anything.
     """
-    escaped = re.escape(pattern)
-    with_any = escaped.replace(r"\*\*", ".*")
-    return re.compile(with_any.replace(r"\*", "[^.]*"))
+    return re.compile(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))

@@ -43,8 +43,7 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
     # 1. The entries.
     origin = _OPTION
     if option is None:
-        kind = type(module)
-        origin = f"{kind.__name__}.tensor_plan"
+        origin = f"{type(module).__name__}.tensor_plan"
         option = getattr(module, "tensor_plan", None)
         if option is None:
             return None
@@ -66,8 +65,7 @@ def written_plan(module: nn.Module, option: Mapping[str, Style] | None) -> Plan 
         else:
             names = _matching(layers, pattern)
             missing = "submodule"
-            styles = dict.fromkeys(names, style)
-            plan.styles.update(styles)
+            plan.styles.update(dict.fromkeys(names, style))
         if not names:
             raise ConfigurationError(f"{origin} has the entry {pattern!r}, which names no {missing}.")
     return plan
@@ -81,9 +79,7 @@ def _matching(names: Iterable[str], pattern: str) -> list[str]:
 
 def _matching_numbers(names: Iterable[str], pattern: str) -> list[str]:
     """Return the numbers to which a pattern applies; those of the module itself have an owner without a name."""
-    names_with_owner = [_with_owner(name) for name in names]
-    pattern_with_owner = _with_owner(pattern)
-    matched = _matching(names_with_owner, pattern_with_owner)
+    matched = _matching([_with_owner(name) for name in names], _with_owner(pattern))
     return [name.removeprefix(".") for name in matched]
 
 

@@ -81,8 +81,7 @@ def title_of(style: Style) -> str:
     """Return the name of a style for tables."""
     if isinstance(style, str):
         return style
-    kind = type(style)
-    return kind.__name__
+    return type(style).__name__
 
 
 def style_of(style: Style) -> ParallelStyle:

@@ -67,9 +67,7 @@ def pieces_of(tensors: Mapping[str, DTensor]) -> list[Piece]:
                 " FSDPStrategy(checkpoints='full')."
             )
         shape = tuple(data.size)
-        offsets = tuple(data.chunk.offsets)
-        piece = Piece(name, values.detach(), shape, offsets)
-        pieces.append(piece)
+        pieces.append(Piece(name, values.detach(), shape, tuple(data.chunk.offsets)))
     return pieces
 
 
@@ -129,9 +127,7 @@ def write_pieces(path: AnyPath, pieces: list[Piece]) -> dict[str, SavedTensor]:
             # With few rows, some processes have none.
             if values.numel():
                 crc32 = _write(file, values)
-                sizes = tuple(values.shape)
-                chunk = Chunk(path.name, begin, piece.offsets, sizes, crc32)
-                saved.chunks.append(chunk)
+                saved.chunks.append(Chunk(path.name, begin, piece.offsets, tuple(values.shape), crc32))
                 begin += values.nbytes
         if isinstance(path, Path):
             file.flush()

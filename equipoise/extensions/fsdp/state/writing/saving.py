@@ -134,8 +134,7 @@ class _PartOfProcess:
         """Write the shards of this process, and return where they lie."""
         path = self.folder / file_of_rank(self._rank, self.token)
         tensors = write_pieces(path, self._content.pieces)
-        size = path.stat().st_size
-        return WrittenFile(path.name, SavedFile(size), tensors)
+        return WrittenFile(path.name, SavedFile(path.stat().st_size), tensors)
 
     def end(self, written: list[WrittenFile]) -> None:
         """Write all else in the first process, and make the folder a checkpoint.

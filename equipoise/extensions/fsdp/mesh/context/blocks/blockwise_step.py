@@ -92,5 +92,4 @@ class _BlockwiseStep(DividedStep):
         """Return a result with the loss of the batch, and the gradient of a share of it."""
         # All processes have the same loss.
         share = loss / self._row.size
-        difference = loss.detach() - share.detach()
-        return result._replace(loss=share + difference)
+        return result._replace(loss=share + (loss.detach() - share.detach()))
