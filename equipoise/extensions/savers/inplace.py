@@ -93,12 +93,10 @@ def use_inplace_activations(module: nn.Module, step: Step) -> InplaceChoice:
     if _why_wrong(module, step, expected, parts) is None:
         return InplaceChoice(tuple(chosen), unchanged)
     for name in chosen:
-        part = candidates[name]
-        reason = _why_wrong(module, step, expected, [part])
+        reason = _why_wrong(module, step, expected, [candidates[name]])
         if reason is not None:
             unchanged[name] = reason
-    changed = [name for name in chosen if name not in unchanged]
-    return InplaceChoice(tuple(changed), unchanged)
+    return InplaceChoice(tuple(name for name in chosen if name not in unchanged), unchanged)
 
 
 def keep_inputs(module: nn.Module, names: Iterable[str]) -> None:
@@ -109,8 +107,7 @@ def keep_inputs(module: nn.Module, names: Iterable[str]) -> None:
         names: The names of the changed submodules.
     """
     for name in names:
-        part = module.get_submodule(name)
-        _set_inplace([part], False)
+        _set_inplace([module.get_submodule(name)], False)
 
 
 def _candidates(module: nn.Module) -> dict[str, nn.Module]:
@@ -146,8 +143,7 @@ def _compute(module: nn.Module, step: Step, uses: "_InputUses | None" = None) ->
                 "In-place activations are checked by a step that returns its loss with a graph, or a dictionary with"
                 f" it under 'loss', but the step returned {type(output).__name__}."
             )
-        seed = torch.ones_like(loss)
-        gradients = gradients_here(loss, parameters, seed, allow_unused=True)
+        gradients = gradients_here(loss, parameters, torch.ones_like(loss), allow_unused=True)
         # Attributes and outputs are still there, and the graph is gone.
         if uses is not None:
             uses.note_kept()
@@ -164,8 +160,7 @@ def _why_wrong(module: nn.Module, step: Step, expected: list[Tensor | None], par
             return None
         reason = "the loss or a gradient differs"
     except RuntimeError as error:
-        lines = str(error).splitlines()
-        reason = lines[0]
+        reason = str(error).splitlines()[0]
     _set_inplace(parts, False)
     return reason
 
@@ -233,8 +228,7 @@ class _InputUses:
         # The id may belong to another storage later.
         reference = weakref.ref(storage, lambda _: self._names_by_storage.pop(key, None))
         self._inputs.append((reference, name))
-        names = self._names_by_storage.setdefault(key, set())
-        names.add(name)
+        self._names_by_storage.setdefault(key, set()).add(name)
 
     def _on_operation(self, operation: str, result: Any, args: Any) -> None:
         for tensor in tensors_in(args):
@@ -248,5 +242,4 @@ class _InputUses:
         except (NotImplementedError, RuntimeError):
             # The tensor is sparse, or of a class from another library.
             return set()
-        key = id(storage)
-        return self._names_by_storage.get(key, set())
+        return self._names_by_storage.get(id(storage), set())

@@ -70,7 +70,7 @@ class InplaceActivations(Callback):
         if not self._is_due:
             return
         self._is_due = False
-        arguments = (batch, batch_idx)[: len(_arguments(pl_module))]
+        arguments = (batch, batch_idx)[: len(inspect.signature(pl_module.training_step).parameters)]
         contents = BatchContents(batch)
         silent = {"log": _log_nothing, "log_dict": _log_nothing}
 
@@ -94,10 +94,6 @@ class InplaceActivations(Callback):
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Let the module be as before."""
         self.teardown(trainer, pl_module, "fit")
-
-
-def _arguments(module: LightningModule) -> list[str]:
-    return list(inspect.signature(module.training_step).parameters)
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

@@ -56,8 +56,7 @@ class _Copy:
             self._tensor.copy_(tensor, non_blocking=pins)
         self._arrival: torch.cuda.Event | None = None
         if pins:
-            stream = torch.cuda.current_stream(tensor.device)
-            self._arrival = stream.record_event()
+            self._arrival = torch.cuda.current_stream(tensor.device).record_event()
 
     def is_of(self, storage: Any) -> bool:
         """Return True if the copy was made from a storage. Another one may have its id, once it is freed."""
@@ -108,8 +107,7 @@ class Offloading:
         # Strategies may move parameters between steps.
         self._staying.clear()
         for tensor in (*self._module.parameters(), *self._module.buffers()):
-            address = _address(tensor)
-            self._staying.add(address)
+            self._staying.add(_address(tensor))
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -121,8 +119,7 @@ class Offloading:
         if not self._is_offloaded(tensor):
             return _Kept(tensor, version)
         storage = tensor.untyped_storage()
-        offset = tensor.storage_offset()
-        place = (offset, tensor.shape, tensor.stride(), tensor.dtype)
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         version_key = tuple(version or ())
         key = (id(storage), place, version_key)
         copy = self._copies.get(key)
@@ -149,8 +146,7 @@ class Offloading:
         # The elements of an expanded tensor lie in one place.
         if storage.nbytes() < tensor.nbytes:
             return False
-        address = _address(tensor)
-        return address not in self._staying
+        return _address(tensor) not in self._staying
 
 
 def _address(tensor: Tensor) -> int:

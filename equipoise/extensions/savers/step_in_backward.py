@@ -63,8 +63,7 @@ class StepInBackward:
         for group in self._groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                    self._handles.append(handle)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def begin(self, batch_idx: int) -> None:
         """Zero the gradients, and begin a step.
