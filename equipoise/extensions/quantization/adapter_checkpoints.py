@@ -179,9 +179,7 @@ def digest_of(weight: Tensor, precision: Any) -> str:
         of_rows = torch.hash_tensor(rows, dim=0)
         of_columns = torch.hash_tensor(rows, dim=1)
         parts = [of_rows, of_columns, rows[0]]
-    kind = f"{values.dtype} {values.shape}"
-    digest = hashlib.sha256(kind.encode())
+    digest = hashlib.sha256(f"{values.dtype} {values.shape}".encode())
     for part in parts:
-        content = part.cpu().view(torch.uint8)
-        digest.update(content.numpy().tobytes())
+        digest.update(part.cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

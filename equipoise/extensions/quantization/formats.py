@@ -106,8 +106,7 @@ def four_bits(
     if not state.nested:
         return stored_as, packed, state.absmax.view(torch.int32), None
     # Scales are the differences from their mean.
-    mean = state.offset.view(1)
-    floats = torch.cat([mean, state.state2.code, state.state2.absmax])
+    floats = torch.cat([state.offset.view(1), state.state2.code, state.state2.absmax])
     return stored_as, packed, state.absmax, floats.view(torch.int32)
 
 
@@ -137,12 +136,10 @@ def eight_bits(weight: Tensor) -> tuple[EightBits, Tensor, Tensor, None]:
 
     rows, columns = weight.shape
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
-    frozen = torch.nn.Parameter(weight, requires_grad=False)
-    layer.register_parameter("weight", frozen)
+    layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
     # The function exchanges the weight of a layer for a tensor of torchao's.
     quantize_(layer, Int8WeightOnlyConfig())
     quantized: Any = layer.weight
     scales = quantized.scale.view(torch.int32)
     # With its own shape, a program that reads the weight would take the integers for its values.
-    column = quantized.qdata.reshape(-1, 1)
-    return EightBits(weight.shape), column, scales, None
+    return EightBits(weight.shape), quantized.qdata.reshape(-1, 1), scales, None

@@ -49,8 +49,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(weight, scales, outer_scales)
         ctx.format = format
         ctx.dtype = features.dtype
-        values = format.values(weight, scales, outer_scales).to(features.dtype)
-        return linear(features, values, bias)
+        return linear(features, format.values(weight, scales, outer_scales).to(features.dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -59,12 +58,10 @@ class _Product(torch.autograd.Function):
         of_bias = None
         if ctx.needs_input_grad[0]:
             # Autocast is off here.
-            values = ctx.format.values(*ctx.saved_tensors).to(gradient.dtype)
-            product = gradient @ values
+            product = gradient @ ctx.format.values(*ctx.saved_tensors).to(gradient.dtype)
             of_features = product.to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            of_bias = rows.sum(0)
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         return of_features, of_bias, None, None, None, None
 
 
@@ -131,16 +128,11 @@ class QuantizedLinear(nn.Linear):
         """
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         keep_attributes(self, layer)
-        values = self.values().to(dtype)
-        layer.register_parameter("weight", nn.Parameter(values, requires_grad=False))
+        layer.register_parameter("weight", nn.Parameter(self.values().to(dtype), requires_grad=False))
         layer.register_parameter("bias", self.bias)
         return layer
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
     """Return the quantised layers of a module, by name."""
-    layers = {}
-    for name, part in module.named_modules():
-        if isinstance(part, QuantizedLinear):
-            layers[name] = part
-    return layers
+    return {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
