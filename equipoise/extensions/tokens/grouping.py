@@ -35,8 +35,7 @@ def group_by_longest(
         # One in any case.
         end = begin + max(1, int(count))
         end = min(end, len(lengths))
-        positions = range(begin, end)
-        groups.append(list(positions))
+        groups.append(list(range(begin, end)))
         begin = end
     return groups
 

@@ -28,8 +28,7 @@ def checked_lengths(lengths: Sequence[int] | Tensor, multiple: int) -> Tensor:
     if shortest < 1:
         raise ConfigurationError(f"Sample {index} has {shortest} tokens. Leave such samples out.")
     # Divide and round up.
-    multiples = (tensor + multiple - 1) // multiple
-    return multiples * multiple
+    return (tensor + multiple - 1) // multiple * multiple
 
 
 def _whole_numbers(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -69,13 +68,11 @@ def rounded_up(
         tensor([12, 12, 20])
     """
     # 1. The longest one of each band. A dictionary, as a small share makes more bands than an array could hold.
-    positions = lengths.double().log() / math.log1p(spread)
-    bands: list[float] = positions.floor().tolist()
+    bands: list[float] = (lengths.double().log() / math.log1p(spread)).floor().tolist()
     longest: dict[float, int] = {}
     for band, length in zip(bands, lengths.tolist(), strict=True):
         longest[band] = max(length, longest.get(band, 0))
 
     # 2. A sample that fits must not be counted as one that does not.
     rounded = torch.tensor([longest[band] for band in bands])
-    within = rounded.clamp(max=limit)
-    return torch.where(lengths <= limit, within, rounded)
+    return torch.where(lengths <= limit, rounded.clamp(max=limit), rounded)

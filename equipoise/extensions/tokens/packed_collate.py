@@ -102,9 +102,8 @@ class PackedCollate:
         batch = {}
         for name in sequences[0]:
             values = [entries[name] for entries in sequences]
-            joined = [_joined(values, row) for row in rows]
-            padding = self._padding_of(name)
-            batch[name] = _padded(joined, width, padding)
+            joined = [torch.cat([values[index] for index in row]) for row in rows]
+            batch[name] = _padded(joined, width, self._padding_of(name))
         # Padding is a document by itself.
         documents = _padded(numbers, width, _PADDING)
         batch["position_ids"] = _positions(documents)
@@ -126,8 +125,7 @@ class PackedCollate:
         sizes = [lengths[number] for number in by_size]
         fitted = []
         for group in group_by_sum(sizes, self.max_tokens):
-            row = [by_size[position] for position in group]
-            fitted.append(row)
+            fitted.append([by_size[position] for position in group])
         return min(in_order, fitted, key=len)
 
     def _entries(self, sample: Mapping[str, Any] | Sequence[int] | Tensor) -> dict[str, Tensor]:
@@ -151,9 +149,7 @@ class PackedCollate:
         if self.causal:
             # Not in place: the data set keeps its samples.
             labels = entries.get("labels", entries["input_ids"])
-            first = torch.full_like(labels[:1], _IGNORED)
-            rest = labels[1:]
-            entries["labels"] = torch.cat([first, rest])
+            entries["labels"] = torch.cat([torch.full_like(labels[:1], _IGNORED), labels[1:]])
         return entries
 
     def _padding_of(self, name: str) -> int:
@@ -215,23 +211,16 @@ def _padded(
     value: int,
 ) -> Tensor:
     first = rows[0]
-    shape = (len(rows), width, *first.shape[1:])
-    padded = first.new_full(shape, value)
+    padded = first.new_full((len(rows), width, *first.shape[1:]), value)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return padded
 
 
-def _joined(values: Sequence[Tensor], row: Sequence[int]) -> Tensor:
-    """Return the values of the sequences of a row, one after another."""
-    return torch.cat([values[index] for index in row])
-
-
 def _numbers(lengths: Sequence[int], row: Sequence[int]) -> Tensor:
     """Return for each token of a row the number of its sequence in the row."""
     repeats = torch.tensor([lengths[index] for index in row])
-    numbers = torch.arange(len(row))
-    return numbers.repeat_interleave(repeats)
+    return torch.arange(len(row)).repeat_interleave(repeats)
 
 
 def _positions(documents: Tensor) -> Tensor:
@@ -245,6 +234,5 @@ def _positions(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     # The sequence of a token begins at the last beginning up to the token.
-    marked = torch.where(begins, positions, 0)
-    latest = marked.cummax(dim=1).values
+    latest = torch.where(begins, positions, 0).cummax(dim=1).values
     return positions - latest

@@ -100,8 +100,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             self._counted_lengths = rounded_up(self._lengths, spread, self._longest)
 
     def _refuse_longer(self) -> None:
-        is_longer = self._lengths > self._longest
-        longer = is_longer.nonzero().flatten()
+        longer = (self._lengths > self._longest).nonzero().flatten()
         if not len(longer):
             return
         index = int(longer[0])
@@ -162,8 +161,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             generator.manual_seed(self.seed + self.epoch)
             samples = torch.randperm(len(samples), generator=generator)
             numbers = torch.randperm(len(numbers), generator=generator)
-        counted = self._counted_lengths[samples]
-        by_length = counted.argsort(stable=True, descending=True)
+        by_length = self._counted_lengths[samples].argsort(stable=True, descending=True)
         order: list[int] = samples[by_length].tolist()
 
         # 2. Batches change places.
@@ -182,8 +180,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         if self.row_tokens is None:
             return group_by_sum(counted, self.max_tokens, most)
         rows = group_by_sum(counted, self.row_tokens, most)
-        rows_of_batch = self.max_tokens // self.row_tokens
-        return join_rows(rows, rows_of_batch, most)
+        return join_rows(rows, self.max_tokens // self.row_tokens, most)
 
     def deal_step(self, batches: Sequence[list[int]], count: int) -> list[list[int]]:
         """Divide the samples of a step among processes. The trainer calls this.
@@ -238,8 +235,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         joined = []
         # As many batches for each process as for any other, or one more.
         for size in even_sizes(len(batches), count):
-            neighbours = islice(waiting, size)
-            joined.append(list(chain.from_iterable(neighbours)))
+            joined.append(list(chain.from_iterable(islice(waiting, size))))
         return joined
 
 
