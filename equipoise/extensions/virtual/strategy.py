@@ -344,8 +344,7 @@ class VirtualDevicesStrategy(ProcessStrategy):
         # A step with few samples may have fewer parts.
         for part, place in zip(parts, places, strict=False):
             seed_generators("transfer", *part.key)
-            batch = transfer(part.batch, self.devices[place])
-            placed.append(part._replace(batch=batch, place=place))
+            placed.append(part._replace(batch=transfer(part.batch, self.devices[place]), place=place))
         return _PlacedParts(placed)
 
     # Computation.

@@ -90,15 +90,11 @@ class EvaluationRounds:
             with isolated(), checking_part(self._module, "An evaluation step", buffers=True):
                 seed_generators("evaluation", self._key, number)
                 output, logged = step.capture_logs(partial(step, part))
-            report = _BatchReport(self._sent(logged, step.batch_size()), self._metrics.take())
+            report = _BatchReport(logged_on_cpu(self._metrics.named(logged), step.batch_size()), self._metrics.take())
         finally:
             self._metrics.restore()
         self._log_round(step, report)
         return output
-
-    def _sent(self, logged: Sequence[Any], size: int) -> list[Any]:
-        named = self._metrics.named(logged)
-        return logged_on_cpu(named, size)
 
     def finish(self, step: EvaluationStep) -> None:
         """Log the values of rounds in which this process has no batch; all processes end together.
@@ -119,10 +115,7 @@ class EvaluationRounds:
 
     def _log_round(self, step: EvaluationStep, report: _BatchReport | None) -> bool:
         """Log the values of all processes in the order of their batches. Return False if none has a batch any more."""
-        reports = []
-        for batch_report in self._processes.gather_objects(report):
-            if batch_report is not None:
-                reports.append(batch_report)
+        reports = [batch_report for batch_report in self._processes.gather_objects(report) if batch_report is not None]
         for batch_report in reports:
             self._metrics.begin()
             self._metrics.merge([batch_report.metrics], [1])

@@ -85,8 +85,7 @@ class GradientTree:
         """Return the place of each sum of this process in the tree, and the forms of its gradients."""
         forms = []
         for first, size, gradients in self._sums:
-            forms_of_sum = [_form_of(gradient) for gradient in gradients]
-            forms.append((first, size, forms_of_sum))
+            forms.append((first, size, [_form_of(gradient) for gradient in gradients]))
         return forms
 
     def clear(self) -> None:
@@ -157,8 +156,7 @@ def added(left: Gradients, right: Gradients) -> Gradients:
         if one is None or other is None:
             sums.append(one if other is None else other)
         elif one.is_sparse and other.is_sparse:
-            total = one + other
-            sums.append(total.coalesce())
+            sums.append((one + other).coalesce())
         else:
             # A sparse gradient is added to a dense one, whichever is on the left.
             dense, value = sorted((one, other), key=attrgetter("is_sparse"))

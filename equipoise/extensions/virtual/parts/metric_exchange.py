@@ -120,8 +120,7 @@ class MetricExchange:
     def _named(self, logged: Any) -> Any:
         if not isinstance(logged.value, Metric):
             return logged.value
-        metric = self._modules.original(logged.value)
-        name = self._names.get(id(metric))
+        name = self._names.get(id(self._modules.original(logged.value)))
         if name is None:
             raise StepError(
                 f"The metric logged as {logged.name!r} is no attribute of the module, so other processes cannot find"

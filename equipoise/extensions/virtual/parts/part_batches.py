@@ -26,8 +26,7 @@ _SEEDS_OF_NUMPY = 2**32
 
 def seed_generators(*key: Any) -> None:
     """Seed the generators of torch, Python and numpy by a key, such as the epoch, the step and the number of a part."""
-    text = repr(key)
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(repr(key).encode()).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1
     # `torch.manual_seed` would note the call for the start of CUDA, with its stack, in every step.
     torch.default_generator.manual_seed(seed)
@@ -43,8 +42,7 @@ def seed_generators(*key: Any) -> None:
 
 def state_key() -> str:
     """Return a key that follows from the present state of torch's generator, the same in all processes."""
-    state = torch.default_generator.get_state()
-    content = state.numpy().tobytes()
+    content = torch.default_generator.get_state().numpy().tobytes()
     return hashlib.sha256(content).hexdigest()
 
 
@@ -107,8 +105,7 @@ def part_loader(loader: Any, count: int, ranges: Sequence[tuple[int, int]], rank
     if loader.batch_size is None:
         steps = WholeSteps(SameOrder(loader.batch_sampler, seed))
     else:
-        order = order_of_processes(loader, seed)
-        batches = BatchSampler(order, loader.batch_size, loader.drop_last)
+        batches = BatchSampler(order_of_processes(loader, seed), loader.batch_size, loader.drop_last)
         steps = WholeSteps(batches, size=loader.batch_size)
     parts = _PartBatches(steps, count, ranges[rank], seed)
     return with_sampler(_read_by_key(loader), parts, batches=True)
@@ -157,9 +154,7 @@ class _PartBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Immediately, not with the first batch: some samplers draw their order here.
-        steps = iter(self.batch_sampler)
-        epoch = getattr(self.sampler, "epoch", 0)
-        return self._batches(steps, epoch)
+        return self._batches(iter(self.batch_sampler), getattr(self.sampler, "epoch", 0))
 
     def _batches(self, steps: Iterator[list[Any]], epoch: int) -> Iterator[list[Any]]:
         for number, step in enumerate(steps):
@@ -170,9 +165,7 @@ class _PartBatches(Sampler[list[Any]]):
                 end += size
                 # A part may be empty where a step has fewer samples than parts.
                 if size and part in self._range:
-                    samples = step[begin:end]
-                    keyed = _Keyed(samples, self._seed, "data", epoch, number, part)
-                    parts.append(keyed)
+                    parts.append(_Keyed(step[begin:end], self._seed, "data", epoch, number, part))
             yield parts
 
     def __len__(self) -> int:
@@ -240,8 +233,7 @@ class _KeyedBatches(Dataset[Any]):
     def _parts(self, indices_of_parts: list[Any], read: Callable[[_Keyed], Any]) -> Parts:
         parts = Parts()
         for indices in indices_of_parts:
-            batch = read(indices)
-            parts.append(Part(batch, len(indices), indices.key))
+            parts.append(Part(read(indices), len(indices), indices.key))
         return parts
 
     def _rows(self, indices: _Keyed) -> list[Any]:

@@ -88,8 +88,7 @@ class PartShares:
             sizes = sizes_by_shares(self._count, self._numbers)
             # Each device has one.
             while 0 in sizes:
-                largest = sizes.index(max(sizes))
-                sizes[largest] -= 1
+                sizes[sizes.index(max(sizes))] -= 1
                 sizes[sizes.index(0)] += 1
         ranges = []
         first = 0

@@ -176,8 +176,7 @@ class PartSteps:
                     continue
                 # 1. The part, and its gradients. Its weight is relative to that of the first part.
                 result, size, gradients = self._compute(step, number, parts[index], parameters, is_first=not index)
-                report = self._report_of(result, size, parts[index].place)
-                reports.append(report)
+                reports.append(self._report_of(result, size, parts[index].place))
                 if not index:
                     outputs = result.outputs
 
@@ -218,15 +217,11 @@ class PartSteps:
         is_first: bool,
     ) -> tuple[StepResult, int, Gradients]:
         """Compute a part with random numbers of its own. Return its result, its number of samples and its gradients."""
-        seed_generators(seed_of_order(), "part", self._epoch(), step.batch_idx, number)
+        seed_generators(seed_of_order(), "part", getattr(self._module, "current_epoch", 0), step.batch_idx, number)
         size = self._weight_of(part)
         with self._modules.computing(part.place) as module, explained_sizes(part.size, number, self._count):
             result = self._run_part(step, module, part.batch, size, parameters, is_first=is_first)
         return result, size, take_gradients(parameters)
-
-    def _epoch(self) -> int:
-        epoch: int = getattr(self._module, "current_epoch", 0)
-        return epoch
 
     def _buffers_like(self, before: Buffers) -> Buffers:
         """Return the present buffers, of which other processes have copies of the same shapes.
