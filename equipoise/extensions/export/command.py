@@ -49,8 +49,7 @@ def run_export(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     checkpoint, out = paths
     options: dict[str, Any] = {}
     for name, value in flags.items():
-        argument = name.strip("-").replace("-", "_")
-        options[argument] = value
+        options[name.strip("-").replace("-", "_")] = value
 
     # 2. The weights alone, or a model with its configuration.
     class_path = options.pop("module", None)

@@ -115,8 +115,7 @@ def export_weights(
             write_file(target, file.write, overwrite=overwrite)
             return Export((target,), opened.left_out)
         files = split(tensors, opened.aliases, opened.pieces, _STEM, most_bytes)
-        names = _write_folder(target, files, overwrite=overwrite)
-        return Export(_paths(target, names), opened.left_out)
+        return Export(_paths(target, _write_folder(target, files, overwrite=overwrite)), opened.left_out)
 
 
 def _write_folder(out: str, files: Mapping[str, FileOfWeights], *, overwrite: bool) -> list[str]:
@@ -185,5 +184,4 @@ def _bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(str(size).strip())
     if match is None or float(match[1]) == 0:
         raise ConfigurationError(f"max_shard_size must be bytes or a text such as '500MB' or '5GB', not {size!r}.")
-    count = float(match[1]) * _UNITS[match[2]]
-    return math.ceil(count)
+    return math.ceil(float(match[1]) * _UNITS[match[2]])

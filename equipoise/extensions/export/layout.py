@@ -71,15 +71,13 @@ class FileOfWeights:
         # Aligned to its elements, each tensor can be mapped into memory.
         names = sorted(self.tensors, key=self._size_of_element, reverse=True)
         header = self._header(names)
-        length = len(header).to_bytes(8, "little")
-        file.write(length)
+        file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for name in names:
             dtype = self.tensors[name].dtype
             for piece in self.read(name):
                 for begin in range(0, len(piece), _MOST_ELEMENTS):
-                    part = piece[begin : begin + _MOST_ELEMENTS]
-                    _write_bytes(file, converted(name, part, dtype))
+                    _write_bytes(file, converted(name, piece[begin : begin + _MOST_ELEMENTS], dtype))
 
     def _size_of_element(self, name: str) -> int:
         return self.tensors[name].dtype.itemsize
@@ -95,8 +93,7 @@ class FileOfWeights:
             begin = end
         text = json.dumps(header, separators=(",", ":")).encode()
         # The tensors begin at a multiple of 8 bytes.
-        padded_length = math.ceil(len(text) / 8) * 8
-        return text.ljust(padded_length)
+        return text.ljust(math.ceil(len(text) / 8) * 8)
 
 
 def converted(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,8 +118,7 @@ def _size_of(tensor: Tensor) -> int:
 
 def _write_bytes(file: IO[bytes], flat: Tensor) -> None:
     # A single element may have any stride, but has to have 1 for a view as bytes.
-    elements = flat.contiguous().as_strided((flat.numel(),), (1,))
-    content: Any = elements.view(torch.uint8).numpy()
+    content: Any = flat.contiguous().as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
     file.write(memoryview(content))
 
 
@@ -174,5 +170,4 @@ def index_of(files: Mapping[str, FileOfWeights]) -> bytes:
         for name, tensor in part.tensors.items():
             places[name] = file
             total += _size_of(tensor)
-    content = {"metadata": {"total_size": total}, "weight_map": places}
-    return json.dumps(content, indent=2).encode()
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()

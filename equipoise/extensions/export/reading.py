@@ -114,8 +114,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if not index.is_file():
         raise CheckpointNotFoundError(f"The folder {str(path)!r} holds no 'model.safetensors', and no index of it.")
     try:
-        content = json.loads(index.read_bytes())
-        places = dict(content["weight_map"].items())
+        places = dict(json.loads(index.read_bytes())["weight_map"].items())
         names = sorted(set(places.values()))
         # A path would lead out of the folder.
         is_safe = all(name == Path(name).name and name.endswith(".safetensors") for name in names)

@@ -131,8 +131,7 @@ def _named(state: Any, read: ReadValues, prefix: str) -> Weights:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"Weights are tensors by name, not {state!r:.60}.")
     # Other programs do not compile the same parts.
-    names = [uncompiled_name(name) for name in state]
-    state = with_present_names(dict(state), names)
+    state = with_present_names(dict(state), [uncompiled_name(name) for name in state])
 
     # 1. The part that is exported.
     begin = ""
@@ -156,8 +155,7 @@ def _named(state: Any, read: ReadValues, prefix: str) -> Weights:
                 f"{name!r} cannot be exported: it {obstacle}, and safetensors holds plain tensors alone. Choose a part"
                 " without it by `prefix`, or pass the tensors that you want as a dictionary."
             )
-    aliases = _aliases(chosen)
-    return Weights(chosen, aliases, tuple(left_out), read)
+    return Weights(chosen, _aliases(chosen), tuple(left_out), read)
 
 
 def _nothing_below(begin: str, names: Sequence[str]) -> ConfigurationError:
@@ -194,8 +192,7 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         # A file has an entry of that name beside those for aliases.
         if not tensor.numel() or name in FORMAT:
             continue
-        identity = _identity(tensor)
-        first = first_names.setdefault(identity, name)
+        first = first_names.setdefault(_identity(tensor), name)
         if first != name:
             aliases[name] = first
     return aliases
