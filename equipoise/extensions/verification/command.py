@@ -51,13 +51,10 @@ def show_verification(arguments: Sequence[str], folders: Sequence[Path]) -> int:
         trainer = build_trainer(values)
         request = Request(TrainerFn.FITTING, module, datamodule=data)
         # The trainers of both runs are made as this one is.
-        make = type(trainer)
-        steps = flags.get("--steps", _STEPS)
-        result = verify(trainer, make, request, steps)
+        result = verify(trainer, type(trainer), request, flags.get("--steps", _STEPS))
     # 2. The results.
     if "--json" in flags:
-        rows = _rows(result)
-        content = {"equal": result.difference is None, "sentence": result.sentence, "rows": rows}
+        content = {"equal": result.difference is None, "sentence": result.sentence, "rows": _rows(result)}
         print(json.dumps(content))
     else:
         _print(result)

@@ -152,9 +152,7 @@ def _mean(values: list[tuple[Batch, Any]]) -> Tensor | None:
     are_equal = [torch.equal(value, first) for _, value in present]
     if all(are_equal):
         return first
-    weighted = [size * value for size, value in present]
-    stacked = torch.stack(weighted)
-    return stacked.sum(0) / total
+    return torch.stack([size * value for size, value in present]).sum(0) / total
 
 
 def compare(reference: Recorder, recorded: Recorder, tolerance: Tolerance) -> list[Finding]:
@@ -165,6 +163,4 @@ def compare(reference: Recorder, recorded: Recorder, tolerance: Tolerance) -> li
         recorded: The user's run.
         tolerance: The largest difference that rounding causes.
     """
-    comparison = _Comparison(reference, recorded, tolerance)
-    findings = comparison.findings()
-    return list(findings)
+    return list(_Comparison(reference, recorded, tolerance).findings())

@@ -70,8 +70,7 @@ def _joined(together: Sequence[Batch]) -> Any:
         return parts[0]
     sizes = [size for batch in together for size in batch.sizes]
     # They go to the device as any batch does.
-    cpu = torch.device("cpu")
-    return gather(parts, sizes, cpu)
+    return gather(parts, sizes, torch.device("cpu"))
 
 
 class Follower(Recorder):

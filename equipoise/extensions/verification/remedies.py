@@ -48,9 +48,7 @@ def remedy_for(difference: Finding, trainer: Any, *, to_the_bit: bool) -> str:
     advice = _REMEDIES.get(difference.kind, "")
     # 2. Ways to compute a step, any of which may be the cause.
     ways = [name for name in _WAYS if trainer.constructor_arguments.get(name)]
-    for callback in trainer.callbacks:
-        if getattr(callback, "saves_memory", False):
-            ways.append(type(callback).__name__)
+    ways += [type(callback).__name__ for callback in trainer.callbacks if getattr(callback, "saves_memory", False)]
     if ways:
         advice = f"Leave out {', '.join(ways)} one by one: verify shows which of them it is. {advice}"
     return advice

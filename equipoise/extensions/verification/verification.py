@@ -189,8 +189,7 @@ class _Trials:
         difference = result.difference
         if difference is None:
             return result
-        remedy = remedy_for(difference, self._trainer, to_the_bit=is_exact)
-        return replace(result, remedy=remedy)
+        return replace(result, remedy=remedy_for(difference, self._trainer, to_the_bit=is_exact))
 
     def _on_one_device(self, recorder: Recorder, tolerance: Tolerance, *, alike: bool) -> Recorder:
         """Compute the recorded steps on one device, without a second warning of what the user has seen."""
