@@ -159,8 +159,7 @@ class _Pair:
             self.findings.differs(place, f"shape {shape}", f"shape {other_shape}")
             return
         pieces = _pieces(left, self.reads[0])
-        other_pieces = _pieces(right, self.reads[1])
-        gap = largest_gap(pieces, other_pieces, left.numel(), self.tolerance)
+        gap = largest_gap(pieces, _pieces(right, self.reads[1]), left.numel(), self.tolerance)
         if gap is not None:
             index = np.unravel_index(gap.position, shape)
             self.findings.has_gap(place, gap, tuple(map(int, index)))
@@ -181,14 +180,12 @@ def _with_uncompiled_names(content: _Entries, path: AnyPath) -> _Entries:
     state = content["state_dict"]
     if not isinstance(state, dict):
         raise CheckpointError(f"{str(path)!r} is no checkpoint of a Trainer: its weights have no names.")
-    named = {uncompiled_name(str(name)): value for name, value in state.items()}
-    return {**content, "state_dict": named}
+    return {**content, "state_dict": {uncompiled_name(str(name)): value for name, value in state.items()}}
 
 
 def _check_modules(left: _Entries, right: _Entries, files: tuple[AnyPath, AnyPath]) -> None:
     """Check that weights have the same names and shapes."""
-    names = dict.fromkeys((*left, *right))
-    other = [name for name in names if _shape(left, name) != _shape(right, name)]
+    other = [name for name in dict.fromkeys((*left, *right)) if _shape(left, name) != _shape(right, name)]
     if not other:
         return
     listed = ", ".join(other[:_MOST_NAMES])

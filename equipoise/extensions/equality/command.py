@@ -33,9 +33,7 @@ def run_curves_equal(arguments: Sequence[str], folders: Sequence[Path]) -> int:
     paths, flags = read_flags(arguments, _READERS, _TAKES)
     if len(paths) != 2:
         raise ConfigurationError(f"{_TAKES}; it was given {' '.join(paths) or 'no path'}.")
-    atol = flags.get("--atol", 0.0)
-    rtol = flags.get("--rtol", 0.0)
-    result = compare_runs(*paths, atol=atol, rtol=rtol)
+    result = compare_runs(*paths, atol=flags.get("--atol", 0.0), rtol=flags.get("--rtol", 0.0))
     if "--json" in flags:
         print(result.to_json())
     else:

@@ -97,8 +97,7 @@ def _compare_logged(first: Run, second: Run, tolerance: Tolerance, findings: Fin
     common = cells_of_first & cells_of_second
     _note_further_cells(first, cells_of_first - common, findings)
     _note_further_cells(second, cells_of_second - common, findings)
-    steps = {cell.step for cell in common}
-    findings.counts.update({"logged values": len(common), "steps": len(steps)})
+    findings.counts.update({"logged values": len(common), "steps": len({cell.step for cell in common})})
 
     # 2. Their values, in the order of the steps. Equal texts are equal numbers.
     for cell in sorted(common):
@@ -123,8 +122,7 @@ def _comparable(run: Run, findings: Findings) -> set[Cell]:
 def _note_further_cells(run: Run, cells: set[Cell], findings: Findings) -> None:
     if not cells:
         return
-    names = {cell.name for cell in cells}
-    listed = ", ".join(sorted(names))
+    listed = ", ".join(sorted({cell.name for cell in cells}))
     steps = in_words(cell.step for cell in cells)
     findings.not_compared(f"logged values that {run.path} alone has: {listed}, of {steps}")
 

@@ -77,8 +77,7 @@ class RunComparison:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        content = {"equal": self.equal, "sentence": self.sentence, **asdict(self)}
-        return json.dumps(content, indent=2)
+        return json.dumps({"equal": self.equal, "sentence": self.sentence, **asdict(self)}, indent=2)
 
 
 def _count(number: int, noun: str) -> str:

@@ -60,8 +60,7 @@ class Run:
     def __str__(self) -> str:
         """Return what it has, for a message."""
         logged = in_words(cell.step for cell in self.values)
-        saved = in_words(self.checkpoints)
-        return f"{self.path} has logged values of {logged}, and checkpoints of {saved}"
+        return f"{self.path} has logged values of {logged}, and checkpoints of {in_words(self.checkpoints)}"
 
 
 def find_run(path: str | os.PathLike[str]) -> Run:
@@ -100,12 +99,8 @@ def _run_in(folder: AnyPath, name: str) -> Run:
         values = _values_in(table)
 
     # 2. The checkpoints, in files and in folders.
-    checkpoints: list[AnyPath] = []
-    for file in folder.glob("**/*.ckpt"):
-        if file.is_file():
-            checkpoints.append(file)
-    for file in folder.glob(f"**/{INDEX}"):
-        checkpoints.append(file.parent)
+    checkpoints: list[AnyPath] = [file for file in folder.glob("**/*.ckpt") if file.is_file()]
+    checkpoints += [index.parent for index in folder.glob(f"**/{INDEX}")]
     if not tables and not checkpoints:
         raise ConfigurationError(f"{name!r} is no folder of a run: it holds no {_METRICS} and no checkpoints.")
     return Run(name, values, _by_step(checkpoints))
@@ -144,8 +139,7 @@ def _by_step(checkpoints: Sequence[AnyPath]) -> Checkpoints:
             step = content.get("global_step")
         if not is_whole(step):
             raise CheckpointError(f"{str(path)!r} does not say of which step it is: it has no 'global_step'.")
-        of_step = by_step.setdefault(step, {})
-        of_step[path.name] = path
+        by_step.setdefault(step, {})[path.name] = path
     return by_step
 
 
