@@ -34,10 +34,7 @@ class GraphAges:
 
     def exclude_present(self) -> None:
         """Exclude all present graphs: their nodes never count as old."""
-        with_graph = []
-        for thing in gc.get_objects():
-            if type(thing) is Tensor and thing.grad_fn is not None:
-                with_graph.append(thing)
+        with_graph = [thing for thing in gc.get_objects() if type(thing) is Tensor and thing.grad_fn is not None]
         for node in _nodes_of(with_graph):
             node.metadata[self._key] = math.inf
 

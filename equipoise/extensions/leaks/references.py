@@ -59,10 +59,8 @@ def _library_folders() -> tuple[str, ...]:
     """Return the folders of Python, of installed libraries and of this package."""
     folders = []
     for name in ("stdlib", "platstdlib", "purelib", "platlib"):
-        path = sysconfig.get_path(name)
-        folders.append(Path(path))
-    this_file = Path(__file__)
-    folders.append(this_file.parents[2])
+        folders.append(Path(sysconfig.get_path(name)))
+    folders.append(Path(__file__).parents[2])
     # A folder may be reached by a link.
     paths = set()
     for folder in folders:
@@ -162,8 +160,7 @@ def is_of_user(file: str | None) -> bool:
     # Most files end here: there are thousands of modules, and resolving a path reads the disk.
     if not file or file.startswith(("<", *_LIBRARIES)):
         return False
-    resolved = str(Path(file).resolve())
-    return not resolved.startswith(_LIBRARIES)
+    return not str(Path(file).resolve()).startswith(_LIBRARIES)
 
 
 def globals_of_user() -> dict[str, object]:
@@ -173,8 +170,7 @@ def globals_of_user() -> dict[str, object]:
         # Some libraries put other objects there.
         is_module = isinstance(module, types.ModuleType)
         if is_module and is_of_user(getattr(module, "__file__", None)):
-            name = module.__name__
-            modules[name] = module
+            modules[module.__name__] = module
     return modules
 
 
@@ -213,8 +209,7 @@ def _references(path: str, holder: Any) -> Iterator[Reference]:
 
 def _of_mapping(path: str, mapping: Any) -> Iterator[Reference]:
     for key in _last(mapping):
-        text = _short(key)
-        yield f"{path}[{text}]", mapping[key]
+        yield f"{path}[{_short(key)}]", mapping[key]
 
 
 def _of_sequence(path: str, sequence: Any) -> Iterator[Reference]:
@@ -233,14 +228,12 @@ def _of_array(path: str, array: Any) -> Iterator[Reference]:
 
 
 def _first_visited(sequence: Any) -> int:
-    num_skipped = len(sequence) - _MOST_ELEMENTS
-    return max(0, num_skipped)
+    return max(0, len(sequence) - _MOST_ELEMENTS)
 
 
 def _last(holder: Any) -> list[Any]:
     """Return the last elements of a sequence, or keys of a dictionary, in their order."""
-    from_the_end = reversed(holder)
-    elements = list(islice(from_the_end, _MOST_ELEMENTS))
+    elements = list(islice(reversed(holder), _MOST_ELEMENTS))
     elements.reverse()
     return elements
 
@@ -265,8 +258,7 @@ def _of_namespace(path: str, holder: Any) -> Iterator[Reference]:
 
 def _of_class(kind: type) -> Iterator[Reference]:
     """Yield the attributes of a class, if it is the user's."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if is_of_user(file):
         yield from _of_namespace(kind.__name__, kind)
 
@@ -325,8 +317,7 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[Reference]
 
     # 2. Default arguments.
     defaults = list(function.__defaults__ or ())
-    keyword_defaults = function.__kwdefaults__ or {}
-    defaults += keyword_defaults.values()
+    defaults += (function.__kwdefaults__ or {}).values()
     for value in defaults:
         yield f"a default argument of {name_of_function}", value
 
@@ -337,11 +328,9 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[Reference]
 def _short(key: object) -> str:
     """Return a dictionary's key for a path: its text, or the name of its class."""
     if not isinstance(key, _READABLE_KEYS):
-        kind = type(key)
-        return kind.__name__
+        return type(key).__name__
     text = repr(key)
     if len(text) <= _LONGEST_KEY:
         return text
     dots = "..."
-    length = _LONGEST_KEY - len(dots)
-    return text[:length] + dots
+    return text[: _LONGEST_KEY - len(dots)] + dots
