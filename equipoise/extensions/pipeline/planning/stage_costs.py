@@ -320,5 +320,4 @@ class Costs:
             peak = max(peak, most + stage.transient)
 
         # Parameters and the optimiser's state are there all the time.
-        resting = sum(stage.resting for stage in stages[device :: self.num_devices])
-        return peak + resting
+        return peak + sum(stage.resting for stage in stages[device :: self.num_devices])

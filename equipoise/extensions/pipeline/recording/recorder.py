@@ -199,8 +199,7 @@ class Recorder(_Base):  # type: ignore[misc]
     def _is_off(self) -> bool:
         """True if calls are not recorded: within calls, after an obstacle, and in other threads."""
         has_obstacle = bool(self._running[-1].obstacle)
-        is_elsewhere = threading.get_ident() != self._thread
-        return self._is_paused or has_obstacle or is_elsewhere
+        return self._is_paused or has_obstacle or threading.get_ident() != self._thread
 
     @contextmanager
     def _obstacles_noted(self) -> Iterator[None]:

@@ -131,8 +131,7 @@ def _of_processes(
 ) -> PlannedLoads:
     if len(devices) == 1:
         return PlannedLoads(loads=[WHOLE_STEP])
-    is_automatic = getattr(module, "automatic_optimization", True)
-    is_native = strategy.engine == "native" or not is_automatic
+    is_native = strategy.engine == "native" or not getattr(module, "automatic_optimization", True)
     return _process_loads(
         len(devices),
         sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
