@@ -54,10 +54,8 @@ class Options:
         overrides, flags = read_flags(arguments, readers, _TAKES)
         values = {}
         for name, value in flags.items():
-            field_name = _FIELDS.get(name, name.removeprefix("--"))
-            values[field_name] = value
-        options = cls(**values, searches_largest="--largest" in flags)
-        return options, overrides
+            values[_FIELDS.get(name, name.removeprefix("--"))] = value
+        return cls(**values, searches_largest="--largest" in flags), overrides
 
 
 def _bound(name: str, text: str | None) -> int | None:

@@ -126,12 +126,11 @@ class Trials:
         multiple = 1
         if candidate.has_processes:
             multiple = len(self._devices)
-        bound = self._options.bound or _MOST_TIMES * size
         largest, is_bound = largest_that_runs(
             lambda tried: self._runs(candidate, tried),
             running_size,
             failed_size,
-            bound,
+            self._options.bound or _MOST_TIMES * size,
             multiple,
         )
         row.note_largest(largest, is_bound=is_bound)
@@ -140,8 +139,7 @@ class Trials:
         """Return True if a batch size runs."""
         values = deepcopy(self._values)
         values["data"]["batch_size"] = size
-        attempt = candidate.attempt(values, self._devices)
-        return "reason" not in self._measure(attempt, 1, None)
+        return "reason" not in self._measure(candidate.attempt(values, self._devices), 1, None)
 
 
 def _raise_error(measured: dict[str, Any]) -> None:

@@ -41,8 +41,7 @@ class StepProfile:
     def __init__(self, devices: Sequence[torch.device], root: int, *, is_alone: bool) -> None:
         self._devices = list(devices)
         self._is_alone = is_alone
-        names = [str(number) for number in range(len(devices))]
-        places = DevicePlaces(names, root)
+        places = DevicePlaces([str(number) for number in range(len(devices))], root)
         self._clock = _ForwardClock(places)
         self._profiler: Any = None
         self._is_running = False
@@ -77,8 +76,7 @@ class StepProfile:
         timeline = getattr(strategy, "timeline", None)
         if timeline is not None:
             return idle_of_schedule(timeline, strategy.schedule)
-        backwards = self._backwards()
-        return idle_in_parallel(self._clock.seconds, backwards, seconds, len(self._devices))
+        return idle_in_parallel(self._clock.seconds, self._backwards(), seconds, len(self._devices))
 
     def stop(self) -> None:
         """End the recording; may be called twice."""
@@ -161,8 +159,7 @@ def idle_of_kernels(events: Iterable[Any], devices: Sequence[torch.device], seco
     for event in events:
         if event.device_type.name != "CUDA":
             continue
-        interval = (event.time_range.start, event.time_range.end)
-        intervals[event.device_index].append(interval)
+        intervals[event.device_index].append((event.time_range.start, event.time_range.end))
     numbers = {device.index or 0 for device in devices}
     busy = sum(_covered(intervals[number]) for number in numbers) / 1e6
     return max(0.0, 1 - busy / (seconds * len(numbers)))
@@ -199,5 +196,4 @@ def idle_of_schedule(timeline: Timeline, schedule: Schedule) -> float:
     # The simulation takes the times of one micro-batch.
     forward = [seconds / micro_batches for seconds in forward]
     backward = [seconds / micro_batches for seconds in backward]
-    simulated = simulate(schedule, forward, backward, micro_batches, timeline.stages_per_device)
-    return simulated.idle
+    return simulate(schedule, forward, backward, micro_batches, timeline.stages_per_device).idle

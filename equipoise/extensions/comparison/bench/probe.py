@@ -132,8 +132,7 @@ class DeviceProbe(Callback):
     ) -> None:
         """Count the samples of a batch, and note the measurements of a step that ends with it."""
         # A process may have computed several batches, of which hooks receive the first.
-        batches = batches_of_step(trainer.strategy, batch)
-        self._count_samples(batches)
+        self._count_samples(batches_of_step(trainer.strategy, batch))
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
@@ -155,8 +154,7 @@ class DeviceProbe(Callback):
         self.wait()
         if self._steps == self._last_timed_step and trainer.global_step < trainer.max_steps:
             # One more step, if there is one, shows where devices wait.
-            is_alone = trainer.world_size == 1
-            self._profile = StepProfile(self._devices, self._root, is_alone=is_alone)
+            self._profile = StepProfile(self._devices, self._root, is_alone=trainer.world_size == 1)
         self._step_end = perf_counter()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:

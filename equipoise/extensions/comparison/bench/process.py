@@ -63,8 +63,7 @@ def build_data_and_module(values: dict[str, Any]) -> tuple[Any, Any]:
     data = None
     if values.get("data"):
         data = build(values["data"], "data")
-    module = build(values["module"], "module")
-    return data, module
+    return data, build(values["module"], "module")
 
 
 def limit_to_steps(values: dict[str, Any], steps: int, folder: Path) -> None:

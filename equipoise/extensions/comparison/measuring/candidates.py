@@ -70,7 +70,7 @@ class Candidate:
             settling_steps=self._settling_steps(strategy),
         )
         if self.name != "single_device" and len(devices) == 1:
-            attempt.refuse("there is one device; name several, such as trainer.devices=[cpu,cpu]")
+            attempt.reason = "there is one device; name several, such as trainer.devices=[cpu,cpu]"
         elif self.has_processes:
             attempt.share_batches()
         return attempt
@@ -140,10 +140,6 @@ class Attempt:
             return self.root
         return 0
 
-    def refuse(self, reason: str) -> None:
-        """Note why it cannot run."""
-        self.reason = reason
-
     def share_batches(self) -> None:
         """Give each process its part of the batch size, so that a step has as many samples as on one device."""
         size = batch_size_of(self.values)
@@ -161,8 +157,7 @@ class Attempt:
 
 def batch_size_of(values: Mapping[str, Any]) -> int | None:
     """Return the value of `data.batch_size`; None if there is no such key with a number."""
-    data = values.get("data") or {}
-    size = data.get("batch_size")
+    size = (values.get("data") or {}).get("batch_size")
     # By type, because isinstance counts true and false among the integers.
     if type(size) is int:
         return size
@@ -205,9 +200,5 @@ def chosen_candidates(names: Sequence[str] | None) -> list[Candidate]:
         if name not in options:
             hint = did_you_mean(name, options)
             raise ConfigurationError(f"There is no strategy {name!r} to compare{hint}")
-    chosen = []
-    for candidate in CANDIDATES:
-        # A name stands for all variants of a strategy, a label for one.
-        if candidate.name in names or candidate.label in names:
-            chosen.append(candidate)
-    return chosen
+    # A name stands for all variants of a strategy, a label for one.
+    return [candidate for candidate in CANDIDATES if candidate.name in names or candidate.label in names]

@@ -30,8 +30,7 @@ def predict_peaks(values: Mapping[str, Any], attempts: Sequence[Attempt], folder
     # 1. The step, traced once.
     devices = describe_devices(attempts[-1].devices)
     example, *_ = batches_of(values).batches
-    settings = settings_of(values, devices)
-    prediction, module = predict_configured(values, example, settings)
+    prediction, module = predict_configured(values, example, settings_of(values, devices))
 
     # 2. The peaks under each strategy.
     peaks = {}

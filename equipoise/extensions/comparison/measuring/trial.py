@@ -111,8 +111,7 @@ def _distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float
     difference = 0.0
     norm = 0.0
     for name, expected in reference.items():
-        value = weights[name].double()
-        difference += float((value - expected.double()).square().sum())
+        difference += float((weights[name].double() - expected.double()).square().sum())
         norm += float(expected.double().square().sum())
     # All weights may be zero.
     if not norm:

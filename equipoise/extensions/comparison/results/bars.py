@@ -40,8 +40,7 @@ def bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], unit: Unit) -> Ma
         unit: Unit of the values.
     """
     drawn = {label: bars for label, bars in groups.items() if bars}
-    values = [bar.value for bars in drawn.values() for bar in bars]
-    largest = max(values, default=0.0)
+    largest = max((bar.value for bars in drawn.values() for bar in bars), default=0.0)
     # 1. The bars, from top to bottom. The name of a row stands beside the middle of its bars.
     rows = []
     words = []

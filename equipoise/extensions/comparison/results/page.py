@@ -26,35 +26,28 @@ def comparison_page(
     """Return the HTML of compare.html."""
     header = page_header("Strategies compared", comparison.title, outcome=comparison.outcome)
     title = f"{comparison.title}: strategies compared"
-    sections = _sections(comparison, recommendation, configuration)
-    return html_page(title, header, sections)
+    return html_page(title, header, _sections(comparison, recommendation, configuration))
 
 
 def _sections(
     comparison: Comparison, recommendation: Mapping[str, Any] | None, configuration: Mapping[str, Any]
 ) -> Iterator[Markup | None]:
     # 1. The facts and the recommendation.
-    facts = _facts(comparison)
-    yield facts_section(facts)
+    yield facts_section(_facts(comparison))
     chosen = None
     if recommendation is not None:
         chosen = recommendation["strategy"]
         reason = recommendation["reason"]
-        overrides = recommendation["overrides"]
-        sentences = f"{chosen}, on this machine. {reason}"
-        yield recommendation_section(sentences, overrides)
+        yield recommendation_section(f"{chosen}, on this machine. {reason}", recommendation["overrides"])
 
     # 2. The results, and what they mean.
     yield _pictures(comparison, chosen)
     yield _table(comparison, chosen)
-    notes = [hint(meaning_of_columns(comparison))]
-    for note in comparison.notes:
-        notes.append(hint(note))
-    yield section("What these figures tell", *notes)
+    notes = [meaning_of_columns(comparison), *comparison.notes]
+    yield section("What these figures tell", *map(hint, notes))
 
     # 3. The configuration.
-    text = yaml.safe_dump(dict(configuration), sort_keys=False)
-    yield configuration_section(text)
+    yield configuration_section(yaml.safe_dump(dict(configuration), sort_keys=False))
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
@@ -62,9 +55,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     facts["devices"] = ", ".join(comparison.devices)
     if comparison.batch_size is not None:
         facts["samples of a step"] = str(comparison.batch_size)
-    num_measured = len(comparison.measured)
-    num_strategies = len(comparison.rows)
-    facts["strategies measured"] = f"{num_measured} of {num_strategies}"
+    facts["strategies measured"] = f"{len(comparison.measured)} of {len(comparison.rows)}"
     return facts
 
 
@@ -84,14 +75,12 @@ def _pictures(comparison: Comparison, chosen: str | None) -> Markup:
         if row.label == chosen:
             # The recommended one stands out.
             style = "s1"
-        bar = Bar("samples per second", row.samples_per_second, style)
-        rates[row.label] = [bar]
+        rates[row.label] = [Bar("samples per second", row.samples_per_second, style)]
 
     # 2. The charts.
     chart_of_peaks = bar_chart("Peak of each device in a step", peaks, "bytes")
     chart_of_rates = bar_chart("Samples per second", rates, "number")
-    charts = tag("div", chart_of_peaks, chart_of_rates, class_="charts")
-    return section("Measured", charts)
+    return section("Measured", tag("div", chart_of_peaks, chart_of_rates, class_="charts"))
 
 
 def _bars_of_peaks(row: Row) -> list[Bar]:
@@ -99,12 +88,9 @@ def _bars_of_peaks(row: Row) -> list[Bar]:
     predicted = row.predicted or {}
     for index, (name, peak) in enumerate(row.peaks.items()):
         # Devices have one colour in all rows.
-        style = _STYLES[index % len(_STYLES)]
-        measured_bar = Bar(f"device {index}", peak, style)
-        bars.append(measured_bar)
+        bars.append(Bar(f"device {index}", peak, _STYLES[index % len(_STYLES)]))
         if name in predicted:
-            predicted_bar = Bar("predicted", predicted[name], "reserved")
-            bars.append(predicted_bar)
+            bars.append(Bar("predicted", predicted[name], "reserved"))
     return bars
 
 
@@ -117,10 +103,8 @@ def _table(comparison: Comparison, chosen: str | None) -> Markup:
     for row, row_cells in zip(comparison.rows, texts, strict=True):
         label: object = row.label
         if row.label == chosen:
-            chip = tag("span", "recommended", class_="chip")
-            label = join(row.label, " ", chip)
-        overrides = " ".join(row.overrides)
-        rows.append([label, *row_cells.values(), overrides])
+            label = join(row.label, " ", tag("span", "recommended", class_="chip"))
+        rows.append([label, *row_cells.values(), " ".join(row.overrides)])
 
     # 2. The table. Cells of numbers are not broken: peaks of many devices are too long for that.
     numbers = []
@@ -128,9 +112,7 @@ def _table(comparison: Comparison, chosen: str | None) -> Markup:
         longest = max(len(row_cells[column]) for row_cells in texts)
         if longest <= _LONGEST_NUMBER:
             numbers.append(index)
-    heads = ["strategy", *columns, "overrides"]
-    whole_table = table(heads, rows, numbers=numbers)
+    whole_table = table(["strategy", *columns, "overrides"], rows, numbers=numbers)
 
     # 3. Sentences stand outside of the table, whose columns they would squeeze.
-    reasons = [hint(line) for line in reasons_in_words(comparison)]
-    return section("All strategies", whole_table, *reasons)
+    return section("All strategies", whole_table, *[hint(line) for line in reasons_in_words(comparison)])

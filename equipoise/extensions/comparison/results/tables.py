@@ -32,13 +32,12 @@ def comparison_table(comparison: Comparison) -> Table:
     size = ""
     if comparison.batch_size is not None:
         size = f" of {comparison.batch_size} samples"
-    title = f"{comparison.title}: steps{size} on {', '.join(comparison.devices)}"
     table = Table(
         box=box.SIMPLE_HEAD,
         header_style="bold",
         pad_edge=False,
         collapse_padding=True,
-        title=title,
+        title=f"{comparison.title}: steps{size} on {', '.join(comparison.devices)}",
         title_justify="left",
     )
     # 2. The columns. In a narrow terminal only heads are broken.

@@ -46,10 +46,6 @@ class Trial:
             text = str(value)
         self.overrides.append(f"{group}.{key}={text}")
 
-    def refuse(self, reason: str) -> None:
-        """Note why the saver does not apply."""
-        self.reason = reason
-
 
 @dataclass(frozen=True)
 class Saver:
@@ -76,7 +72,7 @@ def _nothing(trial: Trial) -> None:
 
 def _step_in_backward(trial: Trial) -> None:
     if trial.values["trainer"].get("step_in_backward"):
-        trial.refuse("the configuration has it already")
+        trial.reason = "the configuration has it already"
     trial.set("trainer", "step_in_backward", True, "true")
 
 
@@ -89,30 +85,29 @@ def _inplace_activations(trial: Trial) -> None:
 
 def _offload_activations(trial: Trial) -> None:
     if trial.values["trainer"].get("offload_activations"):
-        trial.refuse("the configuration has it already")
+        trial.reason = "the configuration has it already"
     trial.needs_device = True
     trial.set("trainer", "offload_activations", True, "true")
 
 
 def _activation_checkpointing(trial: Trial) -> None:
     if trial.values["trainer"].get(BLOCKS):
-        trial.refuse("the configuration has it already")
+        trial.reason = "the configuration has it already"
     trial.chooses_blocks = True
 
 
 def _bf16_mixed(trial: Trial) -> None:
     precision = trial.values["trainer"].get("precision")
     if precision not in (None, 32, "32", "32-true"):
-        trial.refuse(f"the configuration computes in {precision} already")
+        trial.reason = f"the configuration computes in {precision} already"
     trial.set("trainer", "precision", "bf16-mixed")
 
 
 def _accumulation(trial: Trial) -> None:
     """Halve the batches, and let two of them contribute to a step."""
-    data = trial.values.get("data") or {}
-    size = data.get("batch_size")
+    size = (trial.values.get("data") or {}).get("batch_size")
     if not isinstance(size, int) or size < 2 or size % 2:
-        trial.refuse("there is no data.batch_size that could be halved")
+        trial.reason = "there is no data.batch_size that could be halved"
         return
     batches = 2 * (trial.values["trainer"].get("accumulate_grad_batches") or 1)
     trial.set("data", "batch_size", size // 2)
@@ -120,7 +115,7 @@ def _accumulation(trial: Trial) -> None:
 
 
 def _low_bit_state(trial: Trial) -> None:
-    trial.refuse("configure_optimizers chooses it, such as torchao.optim.AdamW8bit; see docs/memory_savers.md")
+    trial.reason = "configure_optimizers chooses it, such as torchao.optim.AdamW8bit; see docs/memory_savers.md"
 
 
 # The first is what the others are compared with.
