@@ -96,5 +96,4 @@ def cell_of(action: str, checkpoints: Collection[str], *, in_validation: bool, b
     if key in checkpoints:
         return Cell(CHECKPOINTS, within=within)
     # A key may contain the arguments of the callback, and what its class was defined in.
-    name = key.partition("{")[0].rpartition(".")[2]
-    return Cell(CALLBACK, name, within)
+    return Cell(CALLBACK, key.partition("{")[0].rpartition(".")[2], within)

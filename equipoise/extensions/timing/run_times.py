@@ -58,8 +58,7 @@ class RunTimes:
 
     def own_seconds(self) -> float:
         """Return the seconds in which this process waits for no other."""
-        shared_seconds = sum(self.parts.get(name, 0.0) for name in _SHARED_PARTS)
-        return self.seconds - shared_seconds
+        return self.seconds - sum(self.parts.get(name, 0.0) for name in _SHARED_PARTS)
 
     def waiting_share(self) -> float:
         """Return the share of the run in which the others wait for the slowest process, as far as it is known."""
@@ -68,8 +67,7 @@ class RunTimes:
         longest = max(self.ranks)
         sum_of_others = sum(self.ranks) - longest
         mean_of_others = sum_of_others / (len(self.ranks) - 1)
-        waiting_seconds = longest - mean_of_others
-        return waiting_seconds / self.seconds
+        return (longest - mean_of_others) / self.seconds
 
     def rows(self) -> dict[str, str]:
         """Return the lines of a summary."""

@@ -25,10 +25,8 @@ def section(trainer: Any, module: Any) -> ReportSection | None:
         return None
     table = [("part", "share", "time")]
     for name, share in times.shares().items():
-        duration = format_duration(times.parts[name])
-        table.append((name, f"{share:.1%}", duration))
-    first_steps = format_duration(times.first_seconds)
-    text = f"{times.steps:,} steps after the first ones, which took {first_steps}."
+        table.append((name, f"{share:.1%}", format_duration(times.parts[name])))
+    text = f"{times.steps:,} steps after the first ones, which took {format_duration(times.first_seconds)}."
     if callback.limit is not None:
         text += f" What limits this run: {callback.limit}."
     lines = _stacked(callback.history)

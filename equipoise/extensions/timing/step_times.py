@@ -236,14 +236,13 @@ def _facts(trainer: Any, validations: int, host_work: HostWork) -> Facts:
     # Workers of a stream each read all of it, unless it shares itself out.
     if not isinstance(loader, DataLoader) or (isinstance(loader.dataset, IterableDataset) and not loader.num_workers):
         loader = None
-    epoch_steps = trainer.num_training_batches
     return Facts(
         num_workers=getattr(loader, "num_workers", None),
         batch_size=getattr(loader, "batch_size", None),
         processors=_processors() * trainer.num_nodes // trainer.world_size,
         log_every_n_steps=trainer.log_every_n_steps,
         validations=validations,
-        epoch_steps=epoch_steps or math.inf,
+        epoch_steps=trainer.num_training_batches or math.inf,
         compiles=bool(trainer.compiles_steps or trainer.captures_steps),
         pauses=host_work.pauses,
         reads=host_work.reads,

@@ -66,11 +66,9 @@ def candidates_for(limit: Limit, facts: Facts, values: Mapping[str, Any], device
     if part in (DATA, COPYING) and device == "cuda":
         candidates.append(_loader(values, pin_memory=True))
     if part.startswith(CALLBACK):
-        class_name = part.removeprefix(CALLBACK).strip()
-        candidates += _of_callback(class_name, values)
+        candidates += _of_callback(part.removeprefix(CALLBACK).strip(), values)
     elif part == CHECKPOINTS:
-        times = times_less_often(limit.share)
-        candidates += _of_checkpoints(times, facts, values)
+        candidates += _of_checkpoints(times_less_often(limit.share), facts, values)
     elif part == EXCHANGE:
         candidates.append(Candidate(("trainer.accumulate_grad_batches=2",), period=2))
     elif part == SHORT_STEPS:
@@ -98,8 +96,7 @@ def _of_loader(facts: Facts, values: Mapping[str, Any]) -> Iterator[Candidate]:
     for count in counts:
         yield _loader(values, num_workers=count)
     if facts.epoch_steps < _SHORT_EPOCH:
-        most_workers = max([*counts, facts.num_workers])
-        yield _loader(values, num_workers=most_workers, persistent_workers=True)
+        yield _loader(values, num_workers=max([*counts, facts.num_workers]), persistent_workers=True)
 
 
 def _loader(values: Mapping[str, Any], **arguments: Any) -> Candidate:

@@ -62,10 +62,6 @@ class Row:
         self.step_seconds.append(measured["seconds"] / measured["steps"])
         self.shares = measured["shares"]
 
-    def fail(self, reason: str) -> None:
-        """Note why it is not measured."""
-        self.reason = reason
-
     def speeds(self, base: "Row") -> list[float]:
         """Return for each round how many times as fast it is as the run as it is; empty if it was not measured."""
         if not self.is_measured:
@@ -135,10 +131,9 @@ class Rounds:
             output = "" if error.is_raised else f"\n{error.output}"
             raise StepError(f"The run fails, so there is nothing to measure:\n{error}{output.rstrip()}") from None
         if first["steps"] < _LEAST_STEPS:
-            more = math.ceil(4 * self._seconds)
             raise ConfigurationError(
                 f"Only {first['steps']} steps were made in {first['seconds']:.0f} s, and {_LEAST_STEPS} are needed:"
-                f" give more time, such as --seconds={more}."
+                f" give more time, such as --seconds={math.ceil(4 * self._seconds)}."
             )
         self.first = first
         self.facts = Facts(**first["facts"])
@@ -162,7 +157,7 @@ class Rounds:
             if row.candidate.period > max(most_steps, _LEAST_STEPS):
                 missing = row.candidate.period / most_steps
                 more = math.ceil(2 * missing * self._seconds)
-                row.fail(f"it needs {row.candidate.period:,} steps: --seconds={more}")
+                row.reason = f"it needs {row.candidate.period:,} steps: --seconds={more}"
         periods = [row.candidate.period for row in rows if row.reason is None]
         period = math.lcm(*periods)
         # Half of a trial is its start.
@@ -198,7 +193,7 @@ class Rounds:
         try:
             row.note(self._run(row.candidate, window))
         except (CallError, ConfigurationError) as error:
-            row.fail(_last_line(error))
+            row.reason = _last_line(error)
 
     def _run(self, candidate: Candidate, window: Window) -> dict[str, Any]:
         self._count += 1
@@ -214,5 +209,4 @@ class Rounds:
 
 def _last_line(error: Exception) -> str:
     """Return the last line of a message, which is the error where the message is a traceback."""
-    lines = str(error).strip().splitlines()
-    return lines[-1]
+    return str(error).strip().splitlines()[-1]

@@ -99,5 +99,4 @@ def explain(error: Exception) -> str:
     """Return the traceback of an error of the user's program, and the message alone of any other."""
     if isinstance(error, ConfigurationError):
         return in_one_line(error)
-    lines = traceback.format_exception(shortened(error))
-    return "".join(lines).strip()
+    return "".join(traceback.format_exception(shortened(error))).strip()
