@@ -95,8 +95,7 @@ def _runs_below(folder: Path) -> list[FoundRun | Unreadable]:
         try:
             files, subfolders = _entries(here)
         except OSError as error:
-            reason = error.strerror or str(error)
-            results.append(Unreadable(here, reason))
+            results.append(Unreadable(here, error.strerror or str(error)))
             continue
         if above is not None and _CONFIGURATION not in files:
             # The newest version of a logger's folder comes first.
@@ -109,8 +108,7 @@ def _runs_below(folder: Path) -> list[FoundRun | Unreadable]:
                 above = run
         else:
             above = None
-        for subfolder in subfolders:
-            waiting.append((subfolder, above))
+        waiting += [(subfolder, above) for subfolder in subfolders]
     return results
 
 

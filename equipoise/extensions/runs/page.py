@@ -59,10 +59,9 @@ def runs_page(
     if len(runs) == 1:
         title = cut(runs[0].name)
         outcome = runs[0].state
-    header = page_header("Runs side by side", title, time, outcome)
     return html_page(
         title,
-        header,
+        page_header("Runs side by side", title, time, outcome),
         _sections(shown, len(runs), unreadable, folder),
         style=_file("runs.css"),
         script=_file("runs.js") + script,
@@ -79,9 +78,8 @@ def report_link(run: Run, folder: Path) -> str | None:
     except ValueError:
         # Another drive of Windows.
         return None
-    content = path.as_posix().encode(errors="surrogateescape")
     # A colon is quoted, so no name begins another scheme.
-    return quote(content)
+    return quote(path.as_posix().encode(errors="surrogateescape"))
 
 
 def _file(name: str) -> str:
@@ -96,9 +94,7 @@ def _sections(
     else:
         yield section("Runs", hint("There are none."))
     if unreadable:
-        rows = []
-        for each in unreadable[:_MOST_UNREADABLE]:
-            rows.append((cut(each.path), cut(each.reason)))
+        rows = [(cut(each.path), cut(each.reason)) for each in unreadable[:_MOST_UNREADABLE]]
         yield section("Not read", table(("File", "Reason"), rows), note=f"{len(unreadable)}")
 
 
@@ -111,16 +107,14 @@ def _sections_of_runs(runs: Sequence[Run], count: int, folder: Path) -> Iterator
     yield section("Runs", *_runs_table(runs, metrics, folder), note=note)
 
     # 2. The curves. Many runs have fewer figures, so that the page stays small.
-    most_figures = max(1, _MOST_LINES // len(runs))
-    drawn = metrics[:most_figures]
+    drawn = metrics[: max(1, _MOST_LINES // len(runs))]
     yield _curves_section("Curves by step", runs, drawn, "step")
     yield _curves_section("Curves by time", runs, drawn, "seconds")
 
     # 3. What differs, and the results.
-    keys = differing_keys(runs)
     coordinates = parallel_coordinates(
         runs,
-        keys[:_MOST_AXES],
+        differing_keys(runs)[:_MOST_AXES],
         drawn[:_MOST_RESULTS],
         _colour,
     )
@@ -147,21 +141,15 @@ def _runs_table(runs: Sequence[Run], metrics: Sequence[str], folder: Path) -> It
     """Yield the table, which the script of the page sorts by `data-value`, and a note on what it lacks."""
     # 1. The columns. One in which no run has a value tells nothing.
     keys = differing_keys(runs)
-    columns = []
-    for column in columns_of(keys[:_MOST_KEYS], metrics):
-        if any(column.cell(run) for run in runs):
-            columns.append(column)
+    columns = [column for column in columns_of(keys[:_MOST_KEYS], metrics) if any(column.cell(run) for run in runs)]
 
     # 2. The rows.
     names = ["Run", "State", *(column.head for column in columns)]
-    heads = []
-    for name in names:
-        heads.append(tag("th", cut(name, _LONGEST_CELL), scope="col"))
+    heads = [tag("th", cut(name, _LONGEST_CELL), scope="col") for name in names]
     rows = []
     for number, run in enumerate(runs):
         cells = [*_first_cells(number, run, folder)]
-        for column in columns:
-            cells.append(_cell(run, column, is_number=column.head not in keys))
+        cells += [_cell(run, column, is_number=column.head not in keys) for column in columns]
         rows.append(tag("tr", *cells, data_run=number))
 
     # 3. The table scrolls where it is too wide.
@@ -185,8 +173,7 @@ def _first_cells(number: int, run: Run, folder: Path) -> Iterator[Markup]:
     error = None
     if run.error:
         error = tag("span", cut(run.error), class_="cause")
-    pill = tag("span", run.state, class_=style)
-    yield tag("td", pill, error, data_value=run.state)
+    yield tag("td", tag("span", run.state, class_=style), error, data_value=run.state)
 
 
 def _cell(run: Run, column: Column, *, is_number: bool) -> Markup:
@@ -275,10 +262,8 @@ def _timed(curve: Curve, times: Curve) -> list[Point]:
     # Earlier steps of a resumed run are those of another process.
     steps = [step for step in sorted(curve) if done[0] <= step <= done[-1] - 1]
     # A value of step 9 stands where ten steps are done.
-    ends = [step + 1 for step in steps]
-    at = numpy.interp(ends, done, seconds)
-    values = [curve[step] for step in steps]
-    return list(zip(at.tolist(), values, strict=True))
+    at = numpy.interp([step + 1 for step in steps], done, seconds)
+    return list(zip(at.tolist(), [curve[step] for step in steps], strict=True))
 
 
 # What was run.

@@ -55,10 +55,8 @@ def parallel_coordinates(
         return None
     axes = []
     for key in keys:
-        texts = [run.configuration.get(key) for run in runs]
-        axes.append(_axis_of_texts(key, texts))
-    for name in metrics:
-        axes.append(_axis_of_metric(name, runs))
+        axes.append(_axis_of_texts(key, [run.configuration.get(key) for run in runs]))
+    axes += [_axis_of_metric(name, runs) for name in metrics]
     # A value that all runs share says nothing.
     drawn = [axis for axis in axes if axis is not None]
     if len(drawn) < 2:
@@ -132,15 +130,13 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
             positions.append((share, down))
         path = tag("path", d=path_through(positions))
         # The script of the page finds the lines of a run by the last class.
-        classes = f"line {style(number)} run-{number}"
-        lines.append(tag("g", path, class_=classes))
+        lines.append(tag("g", path, class_=f"line {style(number)} run-{number}"))
     # 2. The axes.
     drawn = [_axis(axis, share) for axis, share in zip(axes, shares, strict=True)]
     names = ", ".join(axis.name for axis in axes)
-    title = tag("title", f"Parallel coordinates of {count} runs: {names}")
     picture = tag(
         "svg",
-        title,
+        tag("title", f"Parallel coordinates of {count} runs: {names}"),
         *drawn,
         # Only lines lie in the picture that is stretched.
         stretched(_HEIGHT, *lines),

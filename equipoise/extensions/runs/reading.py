@@ -90,8 +90,7 @@ def read_run(run_files: FoundRun) -> Reading:
             if name == "metrics.csv" and "seconds" in values:
                 values["seconds"] = max(values["seconds"], written - values["began"])
         except _DAMAGE as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            reason = lines[0]
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             if isinstance(error, KeyError):
                 reason = f"it has no {reason}"
             unreadable.append(Unreadable(path, _text(reason)))
@@ -214,15 +213,13 @@ def _results_of_sweep(folder: Path) -> Mapping[str, dict[str, Any]]:
     path = folder / "results.csv"
     with suppress(*_DAMAGE), path.open(encoding="utf-8", errors="replace", newline="") as file:
         for row in csv.DictReader(file):
-            state = row["state"]
             result: dict[str, Any] = {
-                "state": _STATE_OF_JOB[state],
+                "state": _STATE_OF_JOB[row["state"]],
                 "error": _text(row["error"]),
             }
             if row["seconds"]:
                 result["seconds"] = _finite(row["seconds"])
-            name = Path(row["folder"]).name
-            results[name] = result
+            results[Path(row["folder"]).name] = result
     return results
 
 
@@ -291,8 +288,7 @@ def _count(value: Any) -> int:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    text = printable(str(value))
-    return text[:_LONGEST_TEXT]
+    return printable(str(value))[:_LONGEST_TEXT]
 
 
 def _read_configuration(path: Path) -> dict[str, Any]:
@@ -324,8 +320,7 @@ def _read_metrics(path: Path) -> dict[str, Any]:
     thinned = {}
     for name, curve in curves.items():
         last = max(last, int(max(curve)))
-        points = sorted(curve.items())
-        thinned[name] = dict(thin(points, _MOST_POINTS))
+        thinned[name] = dict(thin(sorted(curve.items()), _MOST_POINTS))
     return {
         "curves": thinned,
         "epochs": epochs,

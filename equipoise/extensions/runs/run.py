@@ -101,8 +101,7 @@ class Run:
         best = max(finite, default=math.nan)
         if mode == "min":
             best = min(finite, default=math.nan)
-        last_step = max(curve)
-        return Metric(best, curve[last_step], mode)
+        return Metric(best, curve[max(curve)], mode)
 
 
 def _usual_mode(name: str) -> str:

@@ -114,8 +114,7 @@ def _make_page(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: M
                 reports[f"/{link}"] = (place, place / run.report.relative_to(folder))
                 break
     html = text.encode(errors="replace")
-    version = hashlib.sha256(html).hexdigest()
-    return Page(f'"{version}"', html, reports)
+    return Page(f'"{hashlib.sha256(html).hexdigest()}"', html, reports)
 
 
 def _common_root(folders: Sequence[Path]) -> Path:
