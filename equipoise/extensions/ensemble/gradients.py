@@ -69,15 +69,12 @@ class WeightsOfMembers:
         if not are_equal:
             pairs = zip(results, weights, strict=True)
             ratios = [_ratio(weight, common) for result, weight in pairs if result.loss is not None]
-            terms = [term * ratio for term, ratio in zip(losses, ratios, strict=True)]
-            loss = torch.stack(terms).sum(0)
+            loss = torch.stack([term * ratio for term, ratio in zip(losses, ratios, strict=True)]).sum(0)
         return JoinedLoss(loss, common, mean)
 
     def _add(self, weights: Sequence[Weight], common: Weight) -> None:
-        count = len(weights)
-        totals = self._totals or [0] * count
-        pairs = zip(totals, weights, strict=True)
-        self._totals = [total + weight for total, weight in pairs]
+        totals = self._totals or [0] * len(weights)
+        self._totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
         self._common_total = self._common_total + common
 
     def correction(self) -> Tensor | None:
@@ -89,8 +86,7 @@ class WeightsOfMembers:
             devices = [ratio.device for ratio in ratios if isinstance(ratio, Tensor)]
             device = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
             dtype = wide_dtype(device)
-            tensors = [torch.as_tensor(ratio, dtype=dtype, device=device) for ratio in ratios]
-            factors = torch.stack(tensors)
+            factors = torch.stack([torch.as_tensor(ratio, dtype=dtype, device=device) for ratio in ratios])
         self._totals = []
         self._common_total = 0
         self._are_equal = True
@@ -148,19 +144,15 @@ def clip_by_norm(parameters: Sequence[StackedParameter], largest: float) -> None
     # 1. The norms, (parameters, members).
     norms = []
     for gradient in gradients:
-        rows = gradient.reshape(len(gradient), -1)
-        norms.append(torch.linalg.vector_norm(rows, dim=1))
-    stacked_norms = torch.stack(norms)
-    norms_of_members = torch.linalg.vector_norm(stacked_norms, dim=0)
+        norms.append(torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1))
+    norms_of_members = torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
     # 2. A factor for each member.
-    divisors = norms_of_members + _EPSILON
-    factors = largest / divisors
+    factors = largest / (norms_of_members + _EPSILON)
     factors = factors.clamp(max=1.0)
     for gradient in gradients:
         ones = [1] * (gradient.ndim - 1)
-        factors_here = factors.to(gradient.dtype)
-        gradient.mul_(factors_here.view(-1, *ones))
+        gradient.mul_(factors.to(gradient.dtype).view(-1, *ones))
 
 
 def clip_by_value(parameters: Sequence[StackedParameter], largest: float) -> None:

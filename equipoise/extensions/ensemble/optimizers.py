@@ -252,8 +252,7 @@ class MemberOptimizer(StrategyOptimizer):
 def _are_same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
     if list(map(len, groups)) != list(map(len, others)):
         return False
-    pairs = zip(groups, others, strict=True)
-    return all(all(map(is_, group, other)) for group, other in pairs)
+    return all(all(map(is_, group, other)) for group, other in zip(groups, others, strict=True))
 
 
 def _set_parameters(groups: Sequence[dict[str, Any]], parameters: Sequence[Any]) -> None:

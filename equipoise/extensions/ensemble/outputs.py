@@ -60,9 +60,7 @@ def _mean(values: Sequence[Any]) -> Any:
     lengths = set(map(len, rows))
     if len(lengths) > 1:
         raise _CannotAverage
-    columns = zip(*rows, strict=True)
-    means = [_mean(column) for column in columns]
-    return rebuild(first, means)
+    return rebuild(first, [_mean(column) for column in zip(*rows, strict=True)])
 
 
 def _mean_of_tensors(tensors: Sequence[Tensor]) -> Tensor:
@@ -70,8 +68,7 @@ def _mean_of_tensors(tensors: Sequence[Tensor]) -> Tensor:
     if any(tensor.shape != first.shape for tensor in tensors):
         raise _CannotAverage
     if first.is_floating_point() or first.is_complex():
-        stacked = torch.stack(list(tensors))
-        return stacked.mean(0)
+        return torch.stack(list(tensors)).mean(0)
     if not all(torch.equal(tensor, first) for tensor in tensors):
         raise _CannotAverage
     return first

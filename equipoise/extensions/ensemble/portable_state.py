@@ -99,5 +99,4 @@ class MemberStates(PortableState):
             super().load_optimizer_state(optimizer, state)
             return
         # There is one optimiser.
-        other_states = self._run.loaded_optimizers[0]
-        self._run.optimizer_of(optimizer).load_member_states([state, *other_states])
+        self._run.optimizer_of(optimizer).load_member_states([state, *self._run.loaded_optimizers[0]])

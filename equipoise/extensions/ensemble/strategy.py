@@ -288,8 +288,7 @@ class EnsembleStrategy(Strategy):
         # All members share it.
         if first is batch:
             return (transfer(batch, device),)
-        members = [transfer(batch_of(batch, member), device) for member in range(self.members)]
-        return MemberParts.of(members)
+        return MemberParts.of([transfer(batch_of(batch, member), device) for member in range(self.members)])
 
     # Computation.
 

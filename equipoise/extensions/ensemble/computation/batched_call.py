@@ -160,8 +160,7 @@ class BatchedCall:
             self._own_tensors.append(registered[key])
         self._tensors_of_members = []
         for network in self.networks:
-            tensors_of_network = [*network.parameters(), *network.buffers()]
-            self._tensors_of_members.append(tensors_of_network)
+            self._tensors_of_members.append([*network.parameters(), *network.buffers()])
         self._buffers = []
         for identity in by_id:
             if identity in members.buffers:
@@ -203,8 +202,7 @@ class BatchedCall:
             call: The arguments.
         """
         args, kwargs = call
-        network = self.networks[member]
-        return self._forward(network, *args, **kwargs)
+        return self._forward(self.networks[member], *args, **kwargs)
 
     def __call__(self, tree: Any, tensors: TensorsOfMembers, randomness: str) -> list[Any]:
         """Compute the calls of all members together.
@@ -226,8 +224,7 @@ class BatchedCall:
         for member in range(1, len(tensors)):
             if self.has_own_attributes(member):
                 raise NotBatchable("the members have set different attributes of it", passes=True)
-        structure = repr(tree)
-        kind = (self._network.training, torch.is_grad_enabled(), structure)
+        kind = (self._network.training, torch.is_grad_enabled(), repr(tree))
         if kind in self._compared:
             return self._guarded(stacked, randomness)
         try:
@@ -248,8 +245,7 @@ class BatchedCall:
         if changed is not None:
             self._restore(noted)
             part, name = changed
-            kind = type(part).__name__
-            raise NotBatchable(f"its forward sets {kind}.{name}")
+            raise NotBatchable(f"its forward sets {type(part).__name__}.{name}")
         return outputs
 
     def _guarded(self, calls: _Stacked, randomness: str) -> list[Any]:
@@ -290,19 +286,14 @@ class BatchedCall:
             return values
 
         arguments = [*self._stacked, *calls.inputs]
-        dims = self._dims + calls.dims
-        outputs = compute_batched(compute, arguments, dims, calls.members, randomness)
+        outputs = compute_batched(compute, arguments, self._dims + calls.dims, calls.members, randomness)
         # The output of each member.
         rows = []
         for output in outputs:
-            rows_of_output = output.unbind()
-            rows.append(rows_of_output)
+            rows.append(output.unbind())
         if output_tree is None:
             return list(rows[0])
-        outputs_of_members = []
-        for values in zip(*rows, strict=True):
-            outputs_of_members.append(insert_tensors(output_tree, values))
-        return outputs_of_members
+        return [insert_tensors(output_tree, values) for values in zip(*rows, strict=True)]
 
     # The comparison.
 
@@ -318,8 +309,7 @@ class BatchedCall:
         expected = []
         with torch.no_grad():
             for member, column in enumerate(tensors):
-                call = _arguments(stacked.tree, column)
-                expected.append(self.alone(member, call))
+                expected.append(self.alone(member, _arguments(stacked.tree, column)))
         one_by_one = (expected, self._buffers)
         together = (outputs, computed.buffers)
         if not _are_close(one_by_one, together):
@@ -331,8 +321,7 @@ class BatchedCall:
     def _note(self) -> _Noted:
         attributes = Attributes(self._parts)
         attributes.mark()
-        buffers = self.buffers_now()
-        return _Noted(buffers, attributes)
+        return _Noted(self.buffers_now(), attributes)
 
     def _restore(self, noted: _Noted) -> None:
         self._restore_buffers(noted.buffers)
@@ -426,8 +415,7 @@ def _check_plain(value: Any, verb: str) -> None:
     """
     for leaf in leaves_of(value):
         if not isinstance(leaf, _PLAIN):
-            kind = type(leaf).__name__
-            raise NotBatchable(f"it {verb} a {kind}")
+            raise NotBatchable(f"it {verb} a {type(leaf).__name__}")
 
 
 def _register(slots: list[list[Slot]], tensors: Sequence[Any]) -> None:
@@ -454,8 +442,7 @@ def _are_close(expected: Any, computed: Any) -> bool:
     _, right = extract_tensors(computed)
     if len(left) != len(right):
         return False
-    are_close = map(_is_close, left, right)
-    return all(are_close)
+    return all(map(_is_close, left, right))
 
 
 def _is_close(left: Tensor, right: Tensor) -> bool:
@@ -464,10 +451,8 @@ def _is_close(left: Tensor, right: Tensor) -> bool:
     share = 0.0
     if left.is_floating_point():
         # Sums of many terms are rounded in another order.
-        precision = torch.finfo(left.dtype)
-        share = precision.eps ** (2 / 3)
-    tolerance = Tolerance(share, 0.0)
-    return not gap_of(left, right, tolerance)
+        share = torch.finfo(left.dtype).eps ** (2 / 3)
+    return not gap_of(left, right, Tolerance(share, 0.0))
 
 
 def _first_line(error: Exception) -> str:
@@ -475,5 +460,4 @@ def _first_line(error: Exception) -> str:
     text = str(error).strip()
     if not text:
         return type(error).__name__
-    first_line = text.splitlines()[0]
-    return first_line.rstrip(".")
+    return text.splitlines()[0].rstrip(".")

@@ -47,8 +47,7 @@ class EarlyCall:
         members = range(len(tensors))
         self._versions = []
         for member in members:
-            versions_of_member = self._versions_of(member)
-            self._versions.append(versions_of_member)
+            self._versions.append(self._versions_of(member))
         self._has_gradients = torch.is_grad_enabled()
 
     def take_first(self) -> Any:
@@ -101,9 +100,7 @@ class EarlyCall:
         return repr(tree) == self._structure
 
     def _versions_of(self, member: int) -> list[int] | None:
-        arguments = self._tensors[member]
-        tensors_of_network = self.network.tensors_of(member)
-        return versions([*arguments, *tensors_of_network])
+        return versions([*self._tensors[member], *self.network.tensors_of(member)])
 
 
 def parts_of_batches(tensors: Sequence[Tensor], batches: Sequence[Any]) -> list[list[Tensor]] | None:
@@ -135,8 +132,7 @@ def parts_of_batches(tensors: Sequence[Tensor], batches: Sequence[Any]) -> list[
         return None
     tensors_of_members = []
     for tensors_of_batch in tensors_of_batches:
-        parts = [tensors_of_batch[index] for index in indices]
-        tensors_of_members.append(parts)
+        tensors_of_members.append([tensors_of_batch[index] for index in indices])
     return tensors_of_members
 
 

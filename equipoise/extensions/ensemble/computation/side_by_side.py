@@ -240,8 +240,7 @@ def _networks(module: nn.Module) -> list[str]:
 
 def _has_own_forward(module: nn.Module) -> bool:
     """Return True unless the forward is that of a base class that only raises an error."""
-    module_of_forward = type(module).forward.__module__
-    return not module_of_forward.startswith(("lightning.", "pytorch_lightning."))
+    return not type(module).forward.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
 def _add_networks(module: nn.Module, prefix: str, names: list[str]) -> None:

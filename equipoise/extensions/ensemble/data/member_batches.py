@@ -112,18 +112,15 @@ class MemberCollate(Collate):
             kinds = set(map(type, batch))
             if kinds == {torch.Tensor}:
                 return self._divided(batch, size)
-        parts = split(batch, [size] * self.members)
-        return MembersBatch(map_leaves(_detached, part) for part in parts)
+        return MembersBatch(map_leaves(_detached, part) for part in split(batch, [size] * self.members))
 
     @staticmethod
     def _divided(tensors: list[torch.Tensor], size: int) -> MembersBatch:
         columns = []
         for tensor in tensors:
             # Unlike views, these have no count of changes in common.
-            rows = torch.unsafe_split(tensor, size)
-            columns.append(rows)
-        batches = zip(*columns, strict=True)
-        return MembersBatch(map(list, batches))
+            columns.append(torch.unsafe_split(tensor, size))
+        return MembersBatch(map(list, zip(*columns, strict=True)))
 
 
 def _detached(value: Any) -> Any:
@@ -166,8 +163,7 @@ class MemberOrder(Sampler[list[Any]]):
         self.generator = streams
         self._loader_generator = loader_generator
         self._members = members
-        sampler_generator = getattr(self.sampler, "generator", None)
-        self._private = sampler_generator or loader_generator
+        self._private = getattr(self.sampler, "generator", None) or loader_generator
         # A sampler with a private generator draws from it once more at the end.
         self._draws_at_once = self._private is None and _draws_at_once(batches)
 
@@ -178,8 +174,7 @@ class MemberOrder(Sampler[list[Any]]):
         iterators: list[Iterator[Any]] = []
         firsts = []
         for member in range(self._members):
-            begin = partial(self._begin, member)
-            iterator, first = streams.run(member, begin, self._private)
+            iterator, first = streams.run(member, partial(self._begin, member), self._private)
             iterators.append(iterator)
             firsts.append(first)
 

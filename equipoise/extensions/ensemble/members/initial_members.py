@@ -111,8 +111,7 @@ def construct_members(module: nn.Module, factory: Factory | None, seeds: Sequenc
             state = {}
             for name, tensor in _tensors_of(member).items():
                 state[name] = tensor.detach().clone()
-            random_state_after = torch.get_rng_state()
-            members.append(InitialMember(state, random_state_after))
+            members.append(InitialMember(state, torch.get_rng_state()))
     return members
 
 
@@ -129,10 +128,7 @@ def _constructor_of(module: nn.Module) -> Factory:
     # Only those that the constructor takes, unless it takes any.
     parameters = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    saved = {}
-    for key, value in arguments.items():
-        if takes_any or key in parameters:
-            saved[key] = value
+    saved = {key: value for key, value in arguments.items() if takes_any or key in parameters}
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     missing = []
     for key, parameter in parameters.items():
@@ -191,8 +187,7 @@ def _check_member(module: nn.Module, member: Any) -> None:
     # 3. Other values.
     are_equal = []
     for name, parameter in module.named_parameters():
-        value = tensors[name].to(parameter)
-        are_equal.append(torch.equal(value, parameter))
+        are_equal.append(torch.equal(tensors[name].to(parameter), parameter))
     if are_equal and all(are_equal):
         raise ConfigurationError(
             f"A new {kind} under another seed has the same parameters as the module, so the members would be equal."

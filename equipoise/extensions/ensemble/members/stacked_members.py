@@ -66,9 +66,7 @@ class StackedMembers:
         # 2. Stacked parameters.
         self.parameters: list[StackedParameter] = []
         self._by_id: dict[int, StackedParameter] = {}
-        rows = [self._replicas[0].sources]
-        for replica in self._replicas:
-            rows.append(replica.copies)
+        rows = [self._replicas[0].sources, *(replica.copies for replica in self._replicas)]
         for column in zip(*rows, strict=True):
             self._stack_parameter(list(column))
 
@@ -90,12 +88,10 @@ class StackedMembers:
 
     def _stack_parameter(self, members: list[Any]) -> None:
         first = members[0]
-        values = _stack_memory(members)
-        stacked = nn.Parameter(values, requires_grad=first.requires_grad)
+        stacked = nn.Parameter(_stack_memory(members), requires_grad=first.requires_grad)
         parameter = StackedParameter(stacked, members, set())
         self.parameters.append(parameter)
-        key = id(first)
-        self._by_id[key] = parameter
+        self._by_id[id(first)] = parameter
 
     def _stack_buffer(self, members: list[Tensor]) -> None:
         key = id(members[0])
@@ -112,8 +108,7 @@ class StackedMembers:
         metrics = []
         for pairs in zip(*metrics_of_members, strict=True):
             source, _ = pairs[0]
-            copies = [copied for _, copied in pairs]
-            metrics.append([source, *copies])
+            metrics.append([source, *(copied for _, copied in pairs)])
         return metrics
 
     def of(self, parameter: Tensor) -> StackedParameter | None:
@@ -209,8 +204,7 @@ class StackedMembers:
                 continue
             rows = gradient.unbind()
             for index in present:
-                member = members[index]
-                set_gradients([member], rows[index])
+                set_gradients([members[index]], rows[index])
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of all members.
@@ -242,8 +236,7 @@ class StackedMembers:
         """Return the full state of each member, with memory of its own."""
         states = []
         for module in self.modules:
-            state = module.state_dict()
-            states.append(own_memory(state))
+            states.append(own_memory(module.state_dict()))
         return states
 
     def release(self) -> None:
@@ -267,8 +260,7 @@ def gradient_state(parameters: Sequence[StackedParameter]) -> list[Any]:
     """Return the gradients of an open window, (members, *shape), and the members that have them."""
     state = []
     for stacked, _, present in parameters:
-        members = sorted(present)
-        state.append([stacked.grad, members])
+        state.append([stacked.grad, sorted(present)])
     return state
 
 
@@ -293,8 +285,7 @@ def set_data(tensor: Tensor, values: Tensor) -> None:
 
 def _stack_memory(tensors: Sequence[Tensor]) -> Tensor:
     """Return stacked tensors, of which each of the tensors is a row from now on."""
-    values = [tensor.detach() for tensor in tensors]
-    stacked = torch.stack(values)
+    stacked = torch.stack([tensor.detach() for tensor in tensors])
     rows = stacked.unbind()
     for tensor, row in zip(tensors, rows, strict=True):
         set_data(tensor, row)
@@ -348,7 +339,6 @@ def _add(stacked: nn.Parameter, gradients: Sequence[Tensor | None]) -> None:
 def _like(factor: float | Tensor, gradient: Tensor) -> float | Tensor:
     """Return factors of members in a shape that multiplies a stacked gradient."""
     if isinstance(factor, Tensor) and factor.ndim:
-        factors = factor.to(gradient)
         ones = [1] * (gradient.ndim - 1)
-        return factors.view(-1, *ones)
+        return factor.to(gradient).view(-1, *ones)
     return factor
