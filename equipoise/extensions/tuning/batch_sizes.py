@@ -236,5 +236,4 @@ def _first_that_fits(sizes: list[int], run: Callable[[int], None]) -> int:
 
 def _room(plan: StrategyPlan) -> str:
     """Return the memory of the devices in words."""
-    rooms = [f"{device.name}: {format_bytes(device.usable)}" for device in plan.devices]
-    return ", ".join(rooms)
+    return ", ".join(f"{device.name}: {format_bytes(device.usable)}" for device in plan.devices)

@@ -26,8 +26,7 @@ def learning_rate(settings: LearningRateSettings, step: int) -> float:
     progress = (step + 1) / settings.steps
     if settings.mode == "linear":
         return settings.smallest + progress * (settings.largest - settings.smallest)
-    ratio = settings.largest / settings.smallest
-    growth: float = ratio**progress
+    growth: float = (settings.largest / settings.smallest) ** progress
     return settings.smallest * growth
 
 
