@@ -298,8 +298,7 @@ class CompiledStep(AutomaticStep):
         self._num_pending = len(self._logs.pending)
 
     def _judge(self, trial: Trial, result: StepResult) -> None:
-        pending = self._logs.pending[self._num_pending :]
-        logged = [(entry.name, value) for entry, value, _ in pending]
+        logged = [(entry.name, value) for entry, value, _ in self._logs.pending[self._num_pending :]]
         dtype = None
         if self._precision.autocast is not None:
             _, dtype = self._precision.autocast
@@ -314,8 +313,7 @@ class CompiledSteps:
     ) -> None:
         self._state = state
         self._precision = precision
-        step = hooks.plain_step("training_step")
-        program = StepProgram(module, step, precision.autocast)
+        program = StepProgram(module, hooks.plain_step("training_step"), precision.autocast)
         way: Way
         if state.captures_steps:
             way = Capturing(strategy.root_device)

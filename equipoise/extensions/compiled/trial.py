@@ -143,7 +143,7 @@ class Trial:
         self._variant.approve()
         self._variants.costs.report()
         if self._variants.way.only_if_faster:
-            self._variant.compare(SpeedComparison(loss.device))
+            self._variant.comparison = SpeedComparison(loss.device)
         rank_zero_info(
             f"The training step is {self._done} for batches of {_describe(shape_of(self._batch))}, in"
             f" {self._seconds:.1f} s. It computes the same as the eager step."
@@ -155,7 +155,7 @@ class Trial:
 
 def end_comparison(variant: Variant, comparison: SpeedComparison, batch: Any) -> None:
     """Decide whether the program of a variant is fast enough."""
-    variant.end_comparison()
+    variant.comparison = None
     of_program, eager = comparison.seconds()
     shapes = _describe(shape_of(batch))
     if comparison.is_program_faster():

@@ -67,14 +67,6 @@ class Variant:
         """Let the program compute later steps."""
         self.is_ready = True
 
-    def compare(self, comparison: SpeedComparison) -> None:
-        """Compare the speed of the next steps."""
-        self.comparison = comparison
-
-    def end_comparison(self) -> None:
-        """Note that the speed is known."""
-        self.comparison = None
-
     def refuse(self) -> None:
         """Let later steps stay eager."""
         self.is_ready = False

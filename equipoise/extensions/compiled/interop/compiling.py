@@ -161,8 +161,7 @@ class CompiledFunction:
             with _compiler_settings(), torch.compiler.set_stance("fail_on_recompile"):
                 self._compiled(*args)
         except Exception as error:
-            conditions = [match["condition"] for match in _CONDITION.finditer(str(error))]
-            return list(dict.fromkeys(conditions))
+            return list(dict.fromkeys(match["condition"] for match in _CONDITION.finditer(str(error))))
         return []
 
     def obstacle(self) -> str | None:
