@@ -125,8 +125,7 @@ def _unique(values: Tensor, *, has_counts: bool) -> Any:
     inverse = values.new_empty(values.shape, dtype=torch.int64)
     if not has_counts:
         return flat, inverse
-    counts = values.new_empty(count, dtype=torch.int64)
-    return flat, inverse, counts
+    return flat, inverse, values.new_empty(count, dtype=torch.int64)
 
 
 # Results that differ from those of the CPU's kernels.
@@ -167,8 +166,7 @@ def _recurrent_layer(result: Any, args: Any) -> Any:
     except RuntimeError:
         # The kernel does not take a small layer of this kind.
         return result
-    workspace = torch.empty(nbytes_of_sample * batch_size, dtype=torch.uint8)
-    return *outputs, workspace
+    return *outputs, torch.empty(nbytes_of_sample * batch_size, dtype=torch.uint8)
 
 
 # Samples of the small layer, enough for the rounding of its workspace to hardly count.

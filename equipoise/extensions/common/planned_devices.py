@@ -196,8 +196,7 @@ def _described(text: str) -> list[PlannedDevice]:
 
 def _plain(name: str) -> str:
     """Return a name without case, blanks and signs, and without its maker."""
-    letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    return letters.removeprefix("nvidia").removeprefix("geforce")
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
 
 
 def _unknown(description: str) -> ConfigurationError:
