@@ -65,8 +65,7 @@ class OperationCounter(DispatchMode):  # type: ignore[misc]
         is_higher_order = operation is func
         formula = _formula_of(operation)
         # Classes of tensors that compute the operation themselves.
-        returned_types = {type(tensor) for tensor in tensors_in(result)}
-        kinds = returned_types & set(types)
+        kinds = {type(tensor) for tensor in tensors_in(result)} & set(types)
         if formula is not None and not kinds:
             self.count += formula(*args, **kwargs, out_val=result)
         elif operation is torch.ops.aten.matmul and not kinds:

@@ -62,8 +62,7 @@ class SharedOptimizer(StrategyOptimizer):
                 f"The state of {type(self.optimizer).__name__} differs between processes, so it cannot be shared. Take"
                 " HogwildStrategy(optimizer_state='own')."
             )
-        values_here = self._state_by_index()
-        values_by_index: dict[int, dict[str, Any]] = self._processes.broadcast(values_here)
+        values_by_index: dict[int, dict[str, Any]] = self._processes.broadcast(self._state_by_index())
 
         # 2. The same memory in all processes.
         tensors = [values_by_index[index][name] for index, name, _, _ in expected]

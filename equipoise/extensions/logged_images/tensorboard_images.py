@@ -31,5 +31,4 @@ def logged_images(trainer: Any) -> Iterator[tuple[str, bytes]]:
         events = EventAccumulator(str(folder), size_guidance={IMAGES: 1})
         events.Reload()
         for name in events.Tags()[IMAGES]:
-            last = events.Images(name)[-1]
-            yield name, last.encoded_image_string
+            yield name, events.Images(name)[-1].encoded_image_string

@@ -53,7 +53,8 @@ def connected(address: str | None, cpus: float = 0.0, gpus: float = 0.0) -> Iter
     # 2. One for the block. A cluster that is started here cannot grow.
     starts_here = address is None and not os.environ.get("RAY_ADDRESS")
     if starts_here:
-        _start_here(ray)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", include_dashboard=False, logging_level="WARNING")
     else:
         _connect(ray, address)
     try:
@@ -62,11 +63,6 @@ def connected(address: str | None, cpus: float = 0.0, gpus: float = 0.0) -> Iter
         yield ray
     finally:
         ray.shutdown()
-
-
-def _start_here(ray: Any) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", include_dashboard=False, logging_level="WARNING")
 
 
 def _connect(ray: Any, address: str | None) -> None:
