@@ -1,6 +1,7 @@
 """The floors of the package: who imports whom, in one direction, without circles, and how large folders are."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -25,6 +26,7 @@ FLOORS = [
     ["__main__"],
     ["extensions"],
 ]
+DESIGN = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
 MOST_FILES = 9  # in a folder, `__init__.py` left out
 MOST_SUBFOLDERS = 14
 FEWEST_ENTRIES = 2
@@ -283,7 +285,27 @@ def test_extensions_do_not_import_in_circles() -> None:
 
 
 def test_the_design_shows_the_same_edges() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1:-1] for line in text.partition("| Extension |")[2].partition("\n\n")[0].splitlines()[2:]]
+    rows = [
+        line.split("|")[1:-1] for line in DESIGN.partition("| Extension |")[2].partition("\n\n")[0].splitlines()[2:]
+    ]
     shown = {row[0].strip(" `"): set(row[-1].strip().replace("none", "").split(", ")) - {""} for row in rows}
     assert shown == EDGES_BETWEEN_EXTENSIONS
+
+
+def test_the_design_draws_the_same_house() -> None:
+    floors: dict[int, set[str]] = defaultdict(set)
+    folders = set()
+    wing = ""
+    drawing = DESIGN.partition("```text\n")[2].partition("```")[0]
+    for floor, names in re.findall(r"^ *(\d*) +(\S+(?:, \S+)*)  ", drawing, re.MULTILINE):
+        for name in names.split(", "):
+            if floor:
+                wing = name
+                floors[int(floor)].add(name.rstrip("/").removesuffix(".py"))
+            else:
+                folders.add(f"{wing}{name}".rstrip("/"))
+    assert [floors[number] for number in sorted(floors)] == [set(names) for names in FLOORS]
+    core = (path.parent.relative_to(PACKAGE) for path in FILES if path.name == "__init__.py")
+    assert folders == {
+        folder.as_posix() for folder in core if len(folder.parts) == 2 and folder.parts[0] != "extensions"
+    }

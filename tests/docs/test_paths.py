@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-MOST_LINES = 250
+MOST_LINES = 200
 MOST_COLUMNS = 120
 _PATH = re.compile(r"`(\w[\w.]*/[\w./]*|\w+\.py)`")
 
@@ -34,15 +34,6 @@ def test_paths_exist(page: Path) -> None:
 def test_missing_paths_are_found() -> None:
     text = "`trainer/loops/fit_loop.py` `trainer/loops/lost.py` `lost.py` `lost/` `trainer/lost` `trainer/loops`"
     assert missing_paths(text) == ["trainer/loops/lost.py", "lost.py", "lost/", "trainer/lost"]
-
-
-def test_the_design_names_every_folder_of_the_core() -> None:
-    text = PAGES[0].read_text(encoding="utf-8")
-    package = ROOT / "equipoise"
-    folders = [path.parent.relative_to(package) for path in package.rglob("__init__.py")]
-    wanted = [folder for folder in folders if 1 <= len(folder.parts) <= 2 and folder.parts[0] != "extensions"]
-    named = [folder.as_posix() for folder in wanted if f"`{folder.as_posix()}/`" in text]
-    assert sorted(named) == sorted(folder.as_posix() for folder in wanted)
 
 
 def test_the_design_stays_short() -> None:
