@@ -42,8 +42,10 @@ def search(trainer: Any, make: Callable[..., Any], request: Request) -> bool:
         ConfigurationError: If a search is not possible.
         StepError: If the first steps are not those of one device.
     """
-    is_wanted = {
-        "finders": any(map(is_stock_finder, trainer.callbacks)),
-        "verify": request.fitting and trainer.constructor_arguments.get("verify", 0),
-    }
-    return all(load_extension("searches", name)(trainer, make, request) for name in is_wanted if is_wanted[name])
+    wanted = []
+    if any(map(is_stock_finder, trainer.callbacks)):
+        wanted.append("finders")
+    if request.fitting and trainer.constructor_arguments.get("verify", 0):
+        wanted.append("verify")
+    # A search that wanted no run is the last one.
+    return all(load_extension("searches", name)(trainer, make, request) for name in wanted)

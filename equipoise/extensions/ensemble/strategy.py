@@ -16,8 +16,8 @@ from equipoise.extensions.ensemble.data.member_batches import (
     MemberParts,
     MembersBatch,
     batch_of,
-    draws_seeds,
     with_member_order,
+    with_seed_drawing,
 )
 from equipoise.extensions.ensemble.data.random_streams import RandomStreams
 from equipoise.extensions.ensemble.gradients import clip_by_norm, clip_by_value
@@ -274,7 +274,7 @@ class EnsembleStrategy(Strategy):
         streams = self._streams
         assert streams is not None
         if stage != "train":
-            return Shard(draws_seeds(loader, streams))
+            return Shard(with_seed_drawing(loader, streams))
         if not self.own_order:
             return Shard(loader)
         return Shard(with_member_order(loader, streams, self.members))

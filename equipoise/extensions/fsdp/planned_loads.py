@@ -12,7 +12,7 @@ __all__ = ["sharded_loads"]
 
 
 def sharded_loads(
-    count: int, shards: int, units: Sequence[Unit], *, frees_units: bool, context: int = 1
+    count: int, shards: int, units: Sequence[Unit], *, has_default_freeing: bool, context: int = 1
 ) -> PlannedLoads:
     """Return the loads of processes over which a module is sharded. Each takes a whole batch.
 
@@ -20,7 +20,7 @@ def sharded_loads(
         count: The number of processes.
         shards: Number of shards of each parameter.
         units: The units, the root last.
-        frees_units: Whether torch decides what is freed after a forward: all units but the root.
+        has_default_freeing: Whether all units but the root are freed after their forwards, as torch decides by itself.
         context: Number of processes over which sequences are divided. Default: 1.
     """
     # 1. The bytes of each unit. One inside another counts as a part of it: both are whole at a time.
@@ -44,7 +44,8 @@ def sharded_loads(
         units=[GatheredUnit(unit.name, nbytes[unit.name], gradients[unit.name]) for unit in outer],
     )
     note = "an estimate: each process has an equal part of every parameter"
-    if not frees_units:
+    if not has_default_freeing:
+        # The loads have no other way.
         note += ", and units are freed after their forwards, as they are without reshard_after_forward"
     part = None
     if context > 1:

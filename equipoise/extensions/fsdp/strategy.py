@@ -198,9 +198,9 @@ class FSDPStrategy(ProcessStrategy):
             patterns = self.units
         units = choose_units(module, patterns)
         shards = max(1, count // self.replicas)
-        frees_units = self.reshard_after_forward is None
         sizes_of(self.data, 1, count, count, self.context)
-        return sharded_loads(count, shards, units, frees_units=frees_units, context=self.context)
+        has_default_freeing = self.reshard_after_forward is None
+        return sharded_loads(count, shards, units, has_default_freeing=has_default_freeing, context=self.context)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; see `Strategy.__getstate__`."""

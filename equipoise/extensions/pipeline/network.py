@@ -237,6 +237,7 @@ class StagedNetwork:
             # Compiled parts are one call.
             with own_forwards():
                 self._ensure_cut(name, structure, is_full_batch=is_full_batch)
+                # The cut may have stages that begin at the layers of a stack.
                 if self._stacked is None:
                     return self._recorded_pipeline(name, structure)
         return self._stack_pipeline(name)
@@ -330,6 +331,7 @@ class StagedNetwork:
         with self._patch.removed():
             number = self.processes.send_stages(traced.root, stages)
         count = len(self.processes.commands.devices)
+        # Stages run against the ranks: rank 0, this process, computes the last one.
         own_stages = stages[count - 1 :: count]
         return ProcessPipeline(self.processes, number, own_stages, options.schedule)
 
@@ -417,9 +419,13 @@ class StagedNetwork:
             quicker_than: A measured cut. Default: any cut is returned.
 
         Returns:
-            None if it has too few layers, or if the cut is not much quicker than the other one.
+            None if it has too few layers, if the cut is not much quicker than the other one, or if stages lie in
+            several processes.
         """
-        stacked = self._between_layers(name)
+        # The forward runs as it is, so one process computes it.
+        if self.processes is not None:
+            return None
+        stacked = StackedNetwork.of(self._modules[name], name, self.options)
         if stacked is None:
             return None
         choice = self._choice
@@ -429,8 +435,9 @@ class StagedNetwork:
             cut = stacked.cut(call, choice.given_names(), choice.earlier())
         if cut is None:
             return None
-        # A cut of an earlier run was quicker then, and is not measured again.
-        if quicker_than is not None and cut.stages and _slowest(cut) > _MUCH_QUICKER * _slowest(quicker_than):
+        # A cut of an earlier run, without stages, was quicker then and is not measured again.
+        is_measured = bool(cut.stages)
+        if quicker_than is not None and is_measured and _slowest(cut) > _MUCH_QUICKER * _slowest(quicker_than):
             return None
         return stacked, cut
 
@@ -450,12 +457,6 @@ class StagedNetwork:
             f"{error} Or take engine='threads', which begins stages at the layers of a stack and lets the forward run"
             " as it is, unless it keeps something in attributes."
         )
-
-    def _between_layers(self, name: str) -> StackedNetwork | None:
-        """Return the network as it is cut between layers; None if it has too few, or if other processes compute it."""
-        if self.processes is not None:
-            return None
-        return StackedNetwork.of(self._modules[name], name, self.options)
 
 
 def _reason_of(error: NotFollowed | TooFewBlocks) -> str:

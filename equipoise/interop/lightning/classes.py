@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities import model_helpers
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-__all__ = ["base_of", "is_a", "is_overridden", "module_classes", "takes_iterator", "with_index"]
+__all__ = ["base_of", "is_a", "is_overridden", "is_stock", "module_classes", "takes_iterator", "with_index"]
 
 _OLDER = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
@@ -36,22 +36,30 @@ def is_a(value: Any, *kinds: Any) -> TypeGuard[Any]:
 
 
 def base_of(value: Any, kind: type) -> Any:
-    """Return the class of Lightning that a value is derived from: `kind`, or its namesake in the other package.
+    """Return the class whose methods a value has inherited: `kind`, or its namesake in the other package.
 
     Args:
-        value: Any object.
-        kind: A class of Lightning, or one derived from it.
+        value: An instance of `kind`, of a class of Lightning from which `kind` is derived, or of a namesake of these.
+        kind: A class of Lightning, or one derived from it, such as our Callback.
     """
-    if isinstance(value, kind):
-        return kind
     for base in kind.__mro__:
-        # `kind` may be derived from the class of Lightning that `value` is an instance of.
-        if isinstance(value, base) and base is not object:
-            return kind
+        if base is object or isinstance(value, base):
+            break
         namesake = _namesake_in(type(value), base)
         if namesake is not None:
             return namesake
     return kind
+
+
+def is_stock(value: Any, *kinds: type) -> TypeGuard[Any]:
+    """Return whether a value is of a class of Lightning itself, or of its namesake, and of no class derived from it.
+
+    Args:
+        value: Any object.
+        kinds: Classes of Lightning.
+    """
+    own = type(value)
+    return any(own is kind or own is _namesake_in(own, kind) for kind in kinds)
 
 
 def module_classes() -> tuple[Any, ...]:

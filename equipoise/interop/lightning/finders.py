@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from equipoise.interop.adapters import find
-from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.interop.lightning.classes import base_of, is_a, is_stock
 from equipoise.interop.refusal import refusal
 
 __all__ = [
@@ -107,10 +107,7 @@ def is_finder(callback: Any) -> bool:
 
 def is_stock_finder(callback: Any) -> bool:
     """Return True for one of Lightning's finders itself; a class derived from it may search at other times."""
-    for kind in (BatchSizeFinder, LearningRateFinder):
-        if is_a(callback, kind):
-            return type(callback) is base_of(callback, kind)
-    return False
+    return is_stock(callback, BatchSizeFinder, LearningRateFinder)
 
 
 def searches_learning_rate(finder: Any) -> bool:

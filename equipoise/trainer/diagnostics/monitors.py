@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from equipoise.errors import ConfigurationRuntimeError
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
 from equipoise.interop.lightning.checkpoint_hooks import letters_of, nothing_to_monitor
-from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.interop.lightning.classes import is_stock
 from equipoise.parallel.communication.processes import Processes
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.state.run_state import RunState
@@ -46,20 +46,24 @@ def check_monitors_of_validation(
     for owner, name in _monitored(state, module):
         if name in logged:
             continue
-        for near in _other_spellings(name, logged):
+        near = _nearest(name, logged)
+        if near is not None:
             raise ConfigurationRuntimeError(
                 f"{owner} monitors {name!r}, which the validation has not logged; did you mean {near!r}? If"
                 f" something logs {name!r} later, leave out the sanity check: num_sanity_val_steps=0."
             )
 
 
-def _other_spellings(name: str, logged: Sequence[str]) -> list[str]:
-    """Return the names that were probably meant: of the same letters, or mistyped."""
-    same = [other for other in logged if letters_of(other) == letters_of(name)]
-    near = get_close_matches(name, logged, n=1, cutoff=_SLIP)
-    return same or [
-        other for other in near if other[0] == name[0] and re.findall(r"\d", other) == re.findall(r"\d", name)
-    ]
+def _nearest(name: str, logged: Sequence[str]) -> str | None:
+    """Return the name that was probably meant, of the same letters or mistyped; None if there is none."""
+    for other in logged:
+        if letters_of(other) == letters_of(name):
+            return other
+    for other in get_close_matches(name, logged, n=1, cutoff=_SLIP):
+        # `train_loss` is no slip of `rain_loss`, and `loss_2` none of `loss_1`: others may well be meant.
+        if other[0] == name[0] and re.findall(r"\d", other) == re.findall(r"\d", name):
+            return other
+    return None
 
 
 def _monitored(state: RunState, module: LightningModule) -> Iterator[tuple[str, str]]:
@@ -67,7 +71,7 @@ def _monitored(state: RunState, module: LightningModule) -> Iterator[tuple[str, 
     for callback in state.callbacks:
         for kind in (EarlyStopping, ModelCheckpoint):
             # A derived class may find its value elsewhere.
-            if is_a(callback, kind) and type(callback) is base_of(callback, kind):
+            if is_stock(callback, kind):
                 must_exist = callback.strict if kind is EarlyStopping else callback.save_top_k != 0
                 if must_exist and callback.monitor not in (None, "epoch", "step"):
                     yield type(callback).__name__, callback.monitor
@@ -98,10 +102,8 @@ def check_monitors(state: RunState, logs: Logs, *, validates: bool, has_validate
     if state.fast_dev_run:
         return
     for callback in state.callbacks:
-        if not is_a(callback, EarlyStopping):
-            continue
         # A derived class may look at other times.
-        if type(callback) is not base_of(callback, EarlyStopping):
+        if not is_stock(callback, EarlyStopping):
             continue
         if not validates and not looks_after_training_epochs(callback):
             continue

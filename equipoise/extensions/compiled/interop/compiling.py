@@ -108,7 +108,7 @@ class CompiledFunction:
         lower: "Lower | None" = None,
         dynamic: bool = True,
     ) -> None:
-        self._lower = lower
+        self._own_lower = lower
         self._own_attributes = set(own_attributes)
         self._may_compile = False
         self._inputs = NotedInputs()
@@ -130,6 +130,7 @@ class CompiledFunction:
             return self._compiled(*args)
         except BaseException as error:
             modes.restore()
+            # The compiler wraps what its backend raises, as `_compile` does where no variant fits.
             if _is_of_compiler(error):
                 raise NewVariant from None
             raise
@@ -193,7 +194,10 @@ class CompiledFunction:
             raise CompilerError(f"its Python code changes {change}; a hook such as on_train_batch_end can do that")
         # The compiler keeps the function below, so it must not refer to the user's objects.
         noted = self._inputs
-        lowered = _lower(graph, inputs) if self._lower is None else self._lower(graph, noted)
+        if self._own_lower is None:
+            lowered = _lower(graph, inputs)
+        else:
+            lowered = self._own_lower(graph, noted)
 
         def run(*args: Any) -> Any:
             if noted.are_due:
@@ -418,7 +422,7 @@ def _first_change(own_attributes: set[str]) -> str | None:
         is_gradient = attributes == {"grad"}
         if attributes and (is_own or is_gradient):
             continue
-        return ".".join([name, *sorted(attributes)[:1]])
+        return _title(name, attributes)
     return None
 
 
@@ -430,10 +434,18 @@ def _change_elsewhere(owner: str) -> str | None:
     """
     own_container = re.compile(rf"L\['{owner}'\].*\.(?!_)\w+")
     for name, attributes, value in _changes():
-        is_inside = isinstance(value, nn.Module) if attributes else own_container.fullmatch(name)
+        if attributes:
+            is_inside = isinstance(value, nn.Module)
+        else:
+            is_inside = own_container.fullmatch(name) is not None
         if not is_inside:
-            return ".".join([name, *sorted(attributes)[:1]])
+            return _title(name, attributes)
     return None
+
+
+def _title(name: str, attributes: set[str]) -> str:
+    """Return the name of an object, with its first changed attribute if there is one."""
+    return f"{name}.{min(attributes)}" if attributes else name
 
 
 def _changes() -> Iterator[tuple[str, set[str], Any]]:

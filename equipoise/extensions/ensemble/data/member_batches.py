@@ -32,7 +32,7 @@ from equipoise.parallel.batches.sampling import Collate
 from equipoise.parallel.batches.splitting import split
 from equipoise.tree import items_of, map_leaves, rebuild
 
-__all__ = ["MemberCollate", "MemberParts", "MembersBatch", "batch_of", "draws_seeds", "with_member_order"]
+__all__ = ["MemberCollate", "MemberParts", "MembersBatch", "batch_of", "with_member_order", "with_seed_drawing"]
 
 # Samplers of torch that draw all of their random numbers when they are asked for the first index.
 _DRAW_AT_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -144,6 +144,9 @@ def _length_of(batch: Any) -> int:
 class MemberOrder(Sampler[list[Any]]):
     """A batch sampler that yields the indices of a batch of each member, one after the other.
 
+    Each member draws its order as the loader of its own run would: for that time `streams.run` puts the member's state
+    into the global generator, and into the private one from which the sampler draws, if there is one.
+
     Args:
         batches: The batch sampler of the loader.
         loader_generator: The private generator of the loader, if it has one.
@@ -163,6 +166,7 @@ class MemberOrder(Sampler[list[Any]]):
         self.generator = streams
         self._loader_generator = loader_generator
         self._members = members
+        # A sampler without a generator draws from the loader's, as in torch.
         self._private = getattr(self.sampler, "generator", None) or loader_generator
         # A sampler with a private generator draws from it once more at the end.
         self._draws_at_once = self._private is None and _draws_at_once(batches)
@@ -220,6 +224,7 @@ def _draws_at_once(batches: Any) -> bool:
     if type(batches) is not BatchSampler:
         return False
     sampler = batches.sampler
+    # With replacement it draws a few dozen indices at a time.
     if isinstance(sampler, RandomSampler) and sampler.replacement:
         return False
     return type(sampler) in _DRAW_AT_ONCE
@@ -282,7 +287,7 @@ class _SeedDrawing:
         return len(self.batch_sampler)
 
 
-def draws_seeds(loader: Any, streams: RandomStreams) -> Any:
+def with_seed_drawing(loader: Any, streams: RandomStreams) -> Any:
     """Return a loader of an evaluation, each pass of which moves the streams of the members as their own runs would.
 
     Args:

@@ -3,6 +3,16 @@
 Torch shows either the one or the other, as different objects. Here both stand for one parameter: what is changed in the
 whole one reaches the shard before the whole one is freed, both have the gradient of the shard, and a whole one that the
 user has kept after it was freed means the shard.
+
+Each of the two objects changes its class with what is known of it; `own_functions` calls torch's own behaviour.
+
+| moment | the shard | the whole one |
+| --- | --- | --- |
+| outside of a step | `Shard` | `FreedParameter` |
+| in a step, freed | `ShardInStep` | `FreedParameter` |
+| while torch gathers it | `Shard` | `WholeParameter` |
+| in a step, gathered | `ShardInStep` | `WholeParameter` |
+| freed but for shards over some processes | `PartlyFreed`, another object of torch's | `FreedParameter` |
 """
 
 from collections.abc import Callable
@@ -215,7 +225,7 @@ class Shard(DTensor):
     Operations in place take whole tensors as well, and random numbers are drawn for the whole.
     """
 
-    # Data and gradients are no parameters.
+    # None: these are data or a gradient, and no parameter.
     _seen: Seen | None = None
 
     @property
@@ -291,10 +301,12 @@ class ShardInStep(Shard):
                     # Some operations have no form for shards. Another error is raised below once more.
                     pass
                 else:
+                    # Torch returns a copy where a view would cross shards; the whole has the view that is meant.
                     if name not in VIEWS or _is_view(result, tensors[0]):
-                        return _followed(name, result, tensors)
+                        return _result_in_step(name, result, tensors)
             args, kwargs = map_leaves(_gathered_parameter, (args, kwargs))
-            return _followed(name, compute_whole(function, args, kwargs, _mean_for(tensors)), tensors)
+            result = compute_whole(function, args, kwargs, _mean_for(tensors))
+            return _result_in_step(name, result, tensors)
 
 
 def _mean_for(tensors: list[Tensor]) -> Mean:
@@ -316,6 +328,7 @@ _OF_SHARDS = frozenset(
 
 def _needs_wholes(name: str, tensors: list[Tensor]) -> bool:
     """Return True if a function of these tensors is computed on whole ones."""
+    # Torch takes numbers, which have no dimensions, beside shards.
     is_mixed = any(tensor.ndim and not isinstance(tensor, DTensor) for tensor in tensors)
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return is_mixed or has_graph or name in RANDOM or name == "__getitem__"
@@ -327,13 +340,12 @@ def _is_view(result: Any, tensor: Any) -> bool:
     return all(part_of(view).untyped_storage().data_ptr() == memory for view in tensors_in(result))
 
 
-def _followed(name: str, result: Any, tensors: list[Tensor]) -> Any:
-    """Gather parameters again that were changed in place, and let results in shards be those of a step."""
+def _result_in_step(name: str, result: Any, tensors: list[Tensor]) -> Any:
+    """Let results in shards be those of a step, and gather parameters again that were changed in place."""
     if name.endswith("_"):
         for tensor in tensors:
             if isinstance(tensor, Shard) and tensor._seen is not None:
                 tensor._seen.gather_again()
-
     return map_leaves(_in_step, result)
 
 

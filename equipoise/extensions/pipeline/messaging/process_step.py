@@ -69,6 +69,7 @@ class ProcessStep:
         input_gradients: bool = False,
     ) -> None:
         self._messenger = messenger
+        # Stages run against the ranks: rank 0, the main process, computes the last one.
         self._rank_before = (rank + 1) % count
         self._rank_after = (rank - 1) % count
         self._device = device

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments import (
 from lightning.pytorch import plugins as theirs
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.interop.lightning.classes import is_a, is_stock
 
 __all__ = ["PluginsInUse", "PrecisionInUse", "read_precision", "sort_plugins"]
 
@@ -113,9 +113,10 @@ def _sorted(plugin: Any) -> tuple[str, Any]:
     if is_a(plugin, CheckpointIO):
         return "checkpoint_io", plugin
     if is_a(plugin, theirs.Precision):
+        # Refuses one without a counterpart.
         read_precision(plugin)
         return "precision", plugin
-    if is_a(plugin, theirs.TorchSyncBatchNorm) and type(plugin) is base_of(plugin, theirs.TorchSyncBatchNorm):
+    if is_stock(plugin, theirs.TorchSyncBatchNorm):
         return "sync_batchnorm", True
     if is_a(plugin, theirs.LayerSync):
         raise ConfigurationError(
@@ -142,17 +143,16 @@ def read_precision(precision: Any) -> PrecisionInUse:
     """
     if not is_a(precision, theirs.Precision) and precision not in _FLOAT8:
         return PrecisionInUse(precision)
+    # Few runs name a plugin, and none but them loads what quantises.
     from equipoise.interop.lightning.arguments.quantization import quantization_in_our_words, refuse_float8
 
     refuse_float8(precision)
     quantization = quantization_in_our_words(precision)
     if quantization is not None:
         return PrecisionInUse(quantization.precision)
-    kind = type(precision)
-    stock = (*_PRECISIONS, theirs.Precision)
-    if not any(is_a(precision, one) and kind is base_of(precision, one) for one in stock):
+    if not is_stock(precision, *_PRECISIONS, theirs.Precision):
         raise ConfigurationError(
-            f"The precision {kind.__name__} is not supported, since it computes in a way of its own. Take"
+            f"The precision {type(precision).__name__} is not supported, since it computes in a way of its own. Take"
             " precision=..., such as 'bf16-mixed' or '16-true', or convert the module in `configure_model`."
         )
     if is_a(precision, theirs.MixedPrecision):
@@ -163,11 +163,11 @@ def read_precision(precision: Any) -> PrecisionInUse:
 
 def _check_environment(environment: Any) -> None:
     """Refuse environments from which the trainer would not find its place in the same way."""
-    kind = type(environment)
-    if not any(is_a(environment, one) and kind is base_of(environment, one) for one in _ENVIRONMENTS):
+    if not is_stock(environment, *_ENVIRONMENTS):
         raise ConfigurationError(
-            f"{_TAKEN}, not {kind.__name__}. Leave it out: the trainer finds its rank by itself, in a process group"
-            " that has begun, in a worker of Ray, or from RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them."
+            f"{_TAKEN}, not {type(environment).__name__}. Leave it out: the trainer finds its rank by itself, in a"
+            " process group that has begun, in a worker of Ray, or from RANK, WORLD_SIZE and LOCAL_RANK, as torchrun"
+            " sets them."
         )
     requeue_signal = getattr(environment, "requeue_signal", None)
     if requeue_signal is not None and requeue_signal.name != "SIGUSR1":

@@ -13,7 +13,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.arguments.ddp import ddp_in_our_words
 from equipoise.interop.lightning.arguments.fsdp import fsdp_in_our_words
 from equipoise.interop.lightning.arguments.reading import OurWords, process_options, read
-from equipoise.interop.lightning.classes import base_of, is_a
+from equipoise.interop.lightning.classes import is_a, is_stock
 from equipoise.notices import rank_zero_warn
 
 __all__ = ["is_lightning_strategy", "strategy_in_our_words"]
@@ -62,13 +62,13 @@ def strategy_in_our_words(strategy: Any) -> OurWords | None:
 
 
 def _words_of(strategy: Any) -> OurWords | None:
-    if _is_stock(strategy, theirs.SingleDeviceStrategy):
+    if is_stock(strategy, theirs.SingleDeviceStrategy):
         words = OurWords("single_device", "SingleDeviceStrategy", trainer={"devices": [strategy.root_device]})
-    elif _is_stock(strategy, theirs.DDPStrategy):
+    elif is_stock(strategy, theirs.DDPStrategy):
         words = ddp_in_our_words(strategy)
-    elif _is_stock(strategy, theirs.FSDPStrategy):
+    elif is_stock(strategy, theirs.FSDPStrategy):
         words = fsdp_in_our_words(strategy)
-    elif _is_stock(strategy, theirs.ModelParallelStrategy):
+    elif is_stock(strategy, theirs.ModelParallelStrategy):
         options = read(strategy, _OF_MODEL_PARALLEL)
         options["checkpoints"] = "sharded" if options.pop("saves_shards") else "full"
         words = OurWords("fsdp", "FSDPStrategy", options={**process_options(strategy), **options})
@@ -82,11 +82,6 @@ def _words_of(strategy: Any) -> OurWords | None:
         if value:
             words.trainer[name] = value
     return words
-
-
-def _is_stock(strategy: Any, kind: type) -> bool:
-    """Return True for an object of Lightning's class itself; a derived class may do anything."""
-    return is_a(strategy, kind) and type(strategy) is base_of(strategy, kind)
 
 
 def _listed(sentences: Iterable[str]) -> str:

@@ -1,4 +1,7 @@
-"""Places in objects: what is at the end of a path, and what is put there."""
+"""Places in objects: what is at the end of a path, and what is put there.
+
+A step of a path is the name of an attribute, or a list with the key of an item.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,14 +23,14 @@ def find(roots: Mapping[str, Root], path: Sequence[Step]) -> Any:
         try:
             container, key = _entry_of(value, step)
             value = container[key]
-        # Objects without attributes and values without items raise the second one.
+        # Objects without attributes and values without items raise a TypeError.
         except (LookupError, TypeError):
             return None
     return value
 
 
 def deleted(roots: Mapping[str, Root], lacking: Iterable[Path], replaced: set[str]) -> list[list[Any]]:
-    """Return entries of what has been deleted, once where that has taken much with it.
+    """Return a path for each object that has been deleted, as the only item of a list.
 
     Args:
         roots: The objects.
@@ -37,7 +40,10 @@ def deleted(roots: Mapping[str, Root], lacking: Iterable[Path], replaced: set[st
     entries: list[list[Any]] = []
     for path in lacking:
         part = _lacking_part(roots, path)
-        if part is not None and repr(part[:-1]) not in replaced and [list(part)] not in entries:
+        if part is None or repr(part[:-1]) in replaced:
+            continue
+        # An object that was deleted with all that it held lacks once.
+        if [list(part)] not in entries:
             entries.append([list(part)])
     return entries
 

@@ -1,11 +1,11 @@
 """The return of changes into the objects of another run, and what cannot return."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equipoise.parallel.snapshot.generators import is_generator, set_generator_state
 from equipoise.parallel.snapshot.plain.copies import Copies, copied
 from equipoise.parallel.snapshot.plain.leaves import description_of, own_memory
-from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.paths import Root, Step
 from equipoise.parallel.snapshot.plain.places import delete, find, put, text_of
 from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.parallel.snapshot.plain.values import memory_of
@@ -63,81 +63,104 @@ def differing(roots: Mapping[str, Root], state: State, present_run: PlainState) 
     Yields:
         The name of the root, and the place.
     """
-    # Each place once, although many changes may belong into one object.
-    places: dict[str, str] = {}
+    # The root's name of each place, once, although many changes may belong into one object.
+    names: dict[str, str] = {}
     # 1. Objects that lack: values and generators have nowhere to go.
     for kind in ("values", "generators"):
         for path, *_ in state.get(kind, ()):
             path_of_owner = path[:-1]
             if find(roots, path_of_owner) is None:
-                place = text_of(path_of_owner)
-                places[place] = path[0]
+                names[text_of(path_of_owner)] = path[0]
     # 2. Objects that no file holds, and that this run has not created likewise.
     for path, description, *more in state.get("objects", ()):
         present = find(roots, path)
-        # A module had been replaced by another one of its class, and is not in this run.
-        was_replaced = more[:1] == [True] and isinstance(present, nn.Module) and present_run.has_noted(path, present)
-        is_alike = description_of(present) == description or _member(present, description) is not None
-        if not is_alike or was_replaced:
+        is_described = description_of(present) == description or _member(present, description) is not None
+        # A module had been replaced by another one of its class, and this run still has the first one.
+        had_been_replaced = more[:1] == [True]
+        is_the_first = isinstance(present, nn.Module) and present_run.has_noted(path, present)
+        if not is_described or (had_been_replaced and is_the_first):
             place = text_of(path)
-            places.pop(place, None)
-            places[f"{place} ({shorten(description, _LONGEST_TEXT)})"] = path[0]
+            names.pop(place, None)
+            names[f"{place} ({shorten(description, _LONGEST_TEXT)})"] = path[0]
     # 3. A root that lacks has been left out by the user.
-    for place, name in places.items():
+    for place, name in names.items():
         if name in roots:
             yield name, place
 
 
+class _SavedValue(NamedTuple):
+    """A value that is to return.
+
+    Attributes:
+        path: Its place.
+        value: The value.
+        device: The device of its tensors.
+        is_another: Whether it had replaced another object at this place.
+    """
+
+    path: Sequence[Step]
+    value: Any
+    device: torch.device
+    is_another: bool
+
+
+# Objects that stay, by their identities: each can stand for one saved value, whose tensors belong on a device.
+_Standing = dict[int, tuple[Any, Any, torch.device]]
+
+
+def _saved_values(state: State, device: torch.device) -> Iterator[_SavedValue]:
+    for path, value, is_elsewhere, *more in state.get("values", ()):
+        yield _SavedValue(path, value, device if is_elsewhere else _CPU, more[:1] == [True])
+
+
 def _restore_values(roots: Mapping[str, Root], state: State, device: torch.device) -> None:
-    saved = own_memory(roots)
-    places = [
-        (path, value, device if is_elsewhere else _CPU, more[:1] == [True])
-        for path, value, is_elsewhere, *more in state.get("values", ())
-    ]
+    memory_of_weights = own_memory(roots)
+    saved = list(_saved_values(state, device))
     # 1. Others may refer to an object that had been changed in place, so it stays, and stands for the saved one.
     standing: _Standing = {}
-    for path, value, here, is_another in places:
-        if not is_another:
-            _keep(find(roots, path), value, here, standing, saved)
+    for each in saved:
+        if not each.is_another:
+            _keep(find(roots, each.path), each.value, each.device, standing, memory_of_weights)
+    # This adds more of them.
     for present, value, here in list(standing.values()):
-        _keep_items(present, value, here, standing, saved)
+        _keep_items(present, value, here, standing, memory_of_weights)
+    # Of several objects that could stand for one value the first does.
     copies: Copies = {id(value): (value, present) for present, value, _ in reversed(standing.values())}
     for present, value, here in standing.values():
         _fill(present, value, partial(copied, device=here, copies=copies))
     # 2. The others. The changes may be brought back again, so what returns is a copy.
-    for path, value, here, _ in places:
-        copy = copied(value, here, copies)
-        if copy is not find(roots, path):
-            put(roots, path, copy)
+    for each in saved:
+        copy = copied(each.value, each.device, copies)
+        if copy is not find(roots, each.path):
+            put(roots, each.path, copy)
 
 
 def _member(present: Any, description: str) -> Enum | None:
     """Return the member of the present value's enumeration that is described; None if there is none."""
-    members = type(present) if isinstance(present, Enum) else ()
-    return next((member for member in members if description_of(member) == description), None)
+    if not isinstance(present, Enum):
+        return None
+    return next((member for member in type(present) if description_of(member) == description), None)
 
 
-# Objects that stay, by their identities: each can stand for one saved value.
-_Standing = dict[int, tuple[Any, Any, torch.device]]
-
-
-def _keep(present: Any, value: Any, device: torch.device, standing: _Standing, saved: frozenset[int | None]) -> None:
-    if _is_alike(present, value, saved):
+def _keep(
+    present: Any, value: Any, device: torch.device, standing: _Standing, memory_of_weights: frozenset[int | None]
+) -> None:
+    if _is_alike(present, value, memory_of_weights):
         standing.setdefault(id(present), (present, value, device))
 
 
 def _keep_items(
-    present: Any, value: Any, device: torch.device, standing: _Standing, saved: frozenset[int | None]
+    present: Any, value: Any, device: torch.device, standing: _Standing, memory_of_weights: frozenset[int | None]
 ) -> None:
     """Keep the containers in a dictionary, which may be attributes, too."""
     if isinstance(present, dict) and isinstance(value, dict):
         for key, item in present.items():
             if not isinstance(item, Tensor):
-                _keep(item, value.get(key), device, standing, saved)
-                _keep_items(item, value.get(key), device, standing, saved)
+                _keep(item, value.get(key), device, standing, memory_of_weights)
+                _keep_items(item, value.get(key), device, standing, memory_of_weights)
 
 
-def _is_alike(present: Any, value: Any, saved: frozenset[int | None]) -> bool:
+def _is_alike(present: Any, value: Any, memory_of_weights: frozenset[int | None]) -> bool:
     """Return whether a tensor or container can take the contents of a saved one."""
     if isinstance(present, Tensor) and isinstance(value, Tensor):
         # A sparse tensor may have another number of entries.
@@ -145,7 +168,7 @@ def _is_alike(present: Any, value: Any, saved: frozenset[int | None]) -> bool:
         is_alike = is_dense and present.shape == value.shape and present.dtype == value.dtype
         # Torch refuses writes to an inference tensor outside of inference mode.
         # A view of a weight is no place for values: the weight has its own.
-        return is_alike and not present.is_inference() and memory_of(present) not in saved
+        return is_alike and not present.is_inference() and memory_of(present) not in memory_of_weights
     kinds: tuple[Any, ...] = (dict, set, list | deque)
     return any(isinstance(present, kind) and isinstance(value, kind) for kind in kinds)
 
