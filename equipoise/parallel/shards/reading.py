@@ -4,11 +4,9 @@ Which parts of which shards a tensor needs is the plan of torch.distributed.chec
 processes exchange pickles without a signature, and each reads on its own here.
 """
 
-import os
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +17,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
 
 from equipoise.errors import CheckpointError, ConfigurationError
-from equipoise.interop.remote.paths import AnyPath, to_path
+from equipoise.interop.remote.paths import AnyPath
 from equipoise.parallel.shards.index import (
     INDEX,
     REST,
@@ -70,11 +66,8 @@ def folder_of_part(file: AnyPath) -> AnyPath | None:
     return None
 
 
-class ShardReader(StorageReader):
+class ShardReader:
     """Reads tensors of a sharded checkpoint.
-
-    It is a `StorageReader` of torch, so `torch.distributed.checkpoint.load(..., storage_reader=ShardReader(path))`
-    reads its tensors, too.
 
     Args:
         path: The folder, on this machine or elsewhere.
@@ -148,12 +141,12 @@ class ShardReader(StorageReader):
         if tuple(tensor.shape) != saved.shape:
             raise self._error(f"{name!r} has the shape {saved.shape}, not {tuple(tensor.shape)}")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        metadata = Metadata({name: _metadata_of(saved)})
-        planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
+        planner.set_up_planner({name: tensor}, Metadata({name: _metadata_of(saved)}), is_coordinator=True)
         # A plan of this process alone: nothing is exchanged.
-        plan = planner.create_local_plan()
-        plan = planner.finish_plan(plan)
-        self.read_data(plan, planner)
+        for item in planner.finish_plan(planner.create_local_plan()).items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._part(name, saved, item))
+            planner.commit_tensor(item, target)
 
     def tensor(self, name: str) -> SavedTensor:
         """Return where a tensor lies.
@@ -171,55 +164,13 @@ class ShardReader(StorageReader):
     def _error(self, reason: str) -> CheckpointError:
         return CheckpointError(f"The checkpoint {str(self.path)!r} is damaged: {reason}. Take another one.")
 
-    # The interface of torch.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader belongs to one folder."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the shapes and shards of all tensors, as torch describes them."""
-        return Metadata({name: _metadata_of(saved) for name, saved in self.tensors.items()})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the index was read when the reader was made."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan of this process as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans of all processes as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan names into the tensors of the planner."""
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(self._part(item))
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True for a folder with an index of this format."""
-        return is_sharded_checkpoint(to_path(checkpoint_id))
-
-    # Shards.
-
-    def _part(self, item: ReadItem) -> Tensor:
+    def _part(self, name: str, saved: SavedTensor, item: ReadItem) -> Tensor:
         """Return the part of a shard that is asked for."""
-        index = item.storage_index
-        saved = self.tensor(index.fqn)
         chunks = {chunk.offsets: chunk for chunk in saved.chunks}
-        chunk = chunks[tuple(index.offset or ())]
-        values = self._read(index.fqn, saved, chunk)
+        values = self._read(name, saved, chunks[tuple(item.storage_index.offset or ())])
         # In each dimension, the indices within the shard.
-        slices = [
-            slice(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
-        ]
-        return values[tuple(slices)]
+        places = zip(item.storage_offsets, item.lengths, strict=True)
+        return values[tuple(slice(begin, begin + length) for begin, length in places)]
 
     def _pieces(self, name: str, saved: SavedTensor, chunk: Chunk) -> Iterator[Tensor]:
         """Yield the values of a shard."""
@@ -252,8 +203,7 @@ class ShardReader(StorageReader):
 def _metadata_of(saved: SavedTensor) -> TensorStorageMetadata:
     """Return a tensor as torch describes it."""
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in saved.chunks]
-    properties = TensorProperties(dtype=saved.dtype)
-    return TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
+    return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
 
 
 def _checked_index(path: AnyPath) -> Index:
