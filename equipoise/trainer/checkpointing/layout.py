@@ -206,6 +206,21 @@ def _are_sizes(value: Any) -> bool:
     return any_list.fits(value) and all(map(_NUMBER.fits, value))
 
 
+def _change(least: int) -> Kind:
+    """Return the kind of an entry that begins with a path: the name of an object, and names or keys from there."""
+
+    def is_path(path: Any) -> bool:
+        return any_list.fits(path) and len(path) > 0 and text.fits(path[0]) and all(map(is_step, path[1:]))
+
+    def is_step(step: Any) -> bool:
+        return text.fits(step) or (any_list.fits(step) and len(step) == 1)
+
+    return Kind(
+        "a list that begins with a path",
+        lambda entry: any_list.fits(entry) and len(entry) >= least and is_path(entry[0]),
+    )
+
+
 # The layout
 
 # Counters of the loops, under Lightning's names.
@@ -223,9 +238,9 @@ _FIT_LOOP = {
 }
 _EVALUATION = {"batch_progress": _PROGRESS}
 
-# What hooks have set, by kind.
-_KINDS_OF_CHANGES = ("values", "generators", "aliases", "objects", "deleted")
-_HOOK_STATE = OrMissing(dict.fromkeys(_KINDS_OF_CHANGES, OrMissing(any_list)))
+# What hooks have set, by kind, with the least number of items of an entry.
+_CHANGES = {"values": 3, "generators": 2, "aliases": 2, "objects": 3, "deleted": 1}
+_HOOK_STATE = OrMissing({name: [_change(least)] for name, least in _CHANGES.items()})
 
 # The position of a process in an epoch.
 _RANDOM_STATE = Whole({"global": random_state, "generators": any_list})

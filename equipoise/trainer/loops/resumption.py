@@ -27,6 +27,8 @@ from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.checkpointing.entry_checks import loading
+from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
 from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
@@ -274,7 +276,8 @@ class Resumption:
         """Restore the values that the epoch had logged, and the states of the metrics."""
         if self.position is None:
             return
-        self.logs.load_state_dict(self.position["logs"], self.fit.collection, named_metrics(self.module))
+        with loading(OUR_KEY):
+            self.logs.load_state_dict(self.position["logs"], self.fit.collection, named_metrics(self.module))
         load_metric_states(self.module, self.position["metrics"])
 
     def load_gradients(self) -> None:

@@ -316,3 +316,29 @@ def test_an_epoch_that_was_left_in_its_midst(tmp_path: Path, positions: Any) -> 
         trainer(max_steps=3, default_root_dir=tmp_path, enable_checkpointing=False).fit(
             Small(), loader(4), ckpt_path=path
         )
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("hook_state", "values"), (3,), "['values'][0] must be a list that begins with a path, not 3"),
+        (("hook_state", "values"), [[["module", 4], 1, False]], "['values'][0] must be a list that begins with a path"),
+        (("hook_state", "deleted"), [[]], "['deleted'][0] must be a list that begins with a path"),
+        (("logs", "entries", 0, "options", 3), torch.zeros(2), "cannot be loaded (RuntimeError: Boolean value"),
+    ],
+)
+def test_what_an_epoch_has_left_is_of_other_types(
+    tmp_path: Path, place: tuple[Any, ...], value: Any, message: str
+) -> None:
+    run = trainer(max_steps=2, default_root_dir=tmp_path, enable_checkpointing=False)
+    run.fit(Small(), loader(4))
+    run.save_checkpoint(path := tmp_path / "left.ckpt")
+    state = torch.load(path, weights_only=True)
+    entry = state["equipoise"]["left"]["positions"][0]
+    for name in place[:-1]:
+        entry = entry[name]
+    entry[place[-1]] = value
+    torch.save(state, path)
+    longer = trainer(max_steps=3, default_root_dir=tmp_path, enable_checkpointing=False)
+    refuses(lambda: longer.fit(Small(), loader(4), ckpt_path=path), "equipoise", message, error=CheckpointError)
+    assert longer.global_step <= 2
