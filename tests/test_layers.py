@@ -44,7 +44,7 @@ FOR_EXTENSIONS_ALONE = {"parallel/equality.py", "parallel/divergence/changes.py"
 # Which extension imports which others. All of them import the core.
 EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "common": set(),
-    "comparison": {"common", "pipeline", "planning", "report", "tuning"},
+    "comparison": {"common", "pipeline", "planning", "report"},
     "compiled": {"common"},
     "efficiency": {"report"},
     "ensemble": set(),
@@ -62,10 +62,10 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "report": {"common"},
     "runs": {"report"},
     "savers": set(),
-    "timing": {"report"},
+    "timing": {"common", "report"},
     "tokens": set(),
     "tuning": {"common", "fsdp", "pipeline", "planning"},
-    "verification": {"comparison", "tuning"},
+    "verification": {"common", "tuning"},
     "virtual": set(),
 }
 

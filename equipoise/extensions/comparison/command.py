@@ -11,6 +11,7 @@ from equipoise.app.batch_size import check_has_number
 from equipoise.app.compose import compose_values
 from equipoise.app.torchrun import check_runs_here
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.bench import Bench
 from equipoise.extensions.comparison.measuring.candidates import batch_size_of, chosen_candidates
 from equipoise.extensions.comparison.options import Options
 from equipoise.extensions.comparison.results.comparison import Comparison
@@ -51,8 +52,8 @@ def show_comparison(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         devices = _devices(values, options)
 
         # 2. The trials.
-        paths = [str(folder.parent) for folder in folders]
-        trials = Trials(values, devices, candidates, Path(temporary), paths, options, overrides)
+        bench = Bench(Path(temporary), folders, timeout=options.timeout)
+        trials = Trials(values, devices, candidates, bench, options, overrides)
         comparison = trials.comparison
         try:
             trials.run()

@@ -1,13 +1,13 @@
 """The trials of `equipoise compare`, one after the other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from equipoise.app.command import report
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.extensions.comparison.bench.process import run_trial
+from equipoise.extensions.common.bench import Bench
 from equipoise.extensions.comparison.measuring.candidates import Attempt, Candidate, batch_size_of
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks
@@ -16,6 +16,7 @@ from equipoise.extensions.comparison.options import Options
 from equipoise.extensions.comparison.results.comparison import Comparison, Row
 from equipoise.extensions.comparison.results.recommendation import notes_on
 from equipoise.memory.profile.places import names_of_devices
+from equipoise.parallel.workers.bounded_call import CallError
 
 __all__ = ["Trials"]
 
@@ -35,8 +36,7 @@ class Trials:
         values: dict[str, Any],
         devices: list[str],
         candidates: Sequence[Candidate],
-        folder: Path,
-        paths: Sequence[str],
+        bench: Bench,
         options: Options,
         user_overrides: Sequence[str],
     ) -> None:
@@ -51,10 +51,8 @@ class Trials:
         )
         self._values = values
         self._devices = devices
-        self._folder = folder
-        self._paths = paths
+        self._bench = bench
         self._options = options
-        self._count = 0
         self._attempts: list[tuple[Attempt, Row]] = []
         for candidate in candidates:
             attempt = candidate.attempt(values, devices, user_overrides)
@@ -81,19 +79,24 @@ class Trials:
         attempts = [attempt for attempt, row in self._attempts if row.reason is None]
         if not attempts:
             return
-        result = self._run(predict_peaks, self._values, attempts, folder="prediction")
-        if "reason" in result:
-            note = f"Peaks are not predicted: {result['reason'].rstrip('.')}."
+        try:
+            peaks = self._bench.run(predict_peaks, self._values, attempts)
+        except CallError as error:
+            note = f"Peaks are not predicted: {str(error).rstrip('.')}."
             self.comparison.notes = [*self.comparison.notes, note]
-            return
-        self.comparison.note_predicted(result["peaks"])
+        else:
+            self.comparison.note_predicted(peaks)
 
     def _run_one(self, attempt: Attempt, row: Row) -> None:
         """Run a strategy, and search its largest batch."""
         # 1. The configured batch. Steps of other sizes lead to other weights.
-        measured = self._measure(attempt, self._options.steps, self._folder / "weights.pt")
-        if attempt.candidate.name == "single_device":
-            _raise_error(measured)
+        try:
+            measured = self._measure(attempt, self._options.steps, self._bench.folder / "weights.pt")
+        except CallError as error:
+            if attempt.candidate.name == "single_device":
+                _raise_again(error)
+            # A failure is a result as well: the row shows it.
+            measured = {"reason": str(error)}
         if not attempt.has_same_batches:
             measured.pop("distance", None)
         row.note(measured)
@@ -104,12 +107,8 @@ class Trials:
             self._search_largest(attempt.candidate, row, has_run=has_run)
 
     def _measure(self, attempt: Attempt, steps: int, weights: Path | None) -> dict[str, Any]:
-        self._count += 1
-        return self._run(measure, attempt, steps, weights, folder=f"trial-{self._count}")
-
-    def _run(self, function: Callable[..., dict[str, Any]], *arguments: Any, folder: str) -> dict[str, Any]:
-        folder_of_trial = self._folder / folder
-        return run_trial(function, *arguments, folder=folder_of_trial, paths=self._paths, timeout=self._options.timeout)
+        measured: dict[str, Any] = self._bench.run(measure, attempt, steps, weights, self._bench.new_folder())
+        return measured
 
     def _search_largest(self, candidate: Candidate, row: Row, *, has_run: bool) -> None:
         """Search the largest batch of a strategy."""
@@ -139,15 +138,15 @@ class Trials:
         """Return True if a batch size runs."""
         values = deepcopy(self._values)
         values["data"]["batch_size"] = size
-        return "reason" not in self._measure(candidate.attempt(values, self._devices), 1, None)
+        try:
+            return "reason" not in self._measure(candidate.attempt(values, self._devices), 1, None)
+        except CallError:
+            return False
 
 
-def _raise_error(measured: dict[str, Any]) -> None:
-    """Raise the error of the trial on one device, with which no strategy could run."""
-    reason = measured.get("reason")
-    if reason is None:
-        return
-    if measured.get("is_configuration"):
-        raise ConfigurationError(reason)
-    if measured.get("is_error"):
-        raise StepError(f"A step fails on one device already, so there is nothing to compare: {reason}")
+def _raise_again(error: CallError) -> None:
+    """Raise an error of the trial on one device with which no strategy could run."""
+    if error.is_wrong_input:
+        raise ConfigurationError(str(error)) from None
+    if error.is_raised:
+        raise StepError(f"A step fails on one device already, so there is nothing to compare: {error}") from None

@@ -14,7 +14,7 @@ from equipoise.app.command import present, read_flags, whole_number
 from equipoise.app.compose import compose_values
 from equipoise.app.config.checks import import_paths
 from equipoise.app.torchrun import check_runs_here
-from equipoise.extensions.comparison.bench.process import build_data_and_module
+from equipoise.extensions.common.bench import build_data_and_module
 from equipoise.extensions.verification.findings import KINDS, Finding
 from equipoise.extensions.verification.verification import Verification, verify
 from equipoise.tables.whole_table import print_table

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equipoise.extensions.comparison.bench import process
+from equipoise.extensions.common import bench
 from tests.app.conftest import equipoise, no_trace, project, quick
 from tests.support.bounded_calls import call_here
 
@@ -12,4 +12,4 @@ __all__ = ["equipoise", "no_trace", "project", "quick", "without_processes"]
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials run in the process of the test."""
-    monkeypatch.setattr(process, "call_bounded", call_here)
+    monkeypatch.setattr(bench, "call_bounded", call_here)

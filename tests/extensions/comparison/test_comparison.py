@@ -12,9 +12,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.bench import Bench
 from equipoise.extensions.comparison import command as command_module
-from equipoise.extensions.comparison import trials as trials_module
-from equipoise.extensions.comparison.bench import process
 from equipoise.extensions.comparison.measuring.candidates import CANDIDATES, chosen_candidates
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.order import read_as_processes
@@ -343,14 +342,14 @@ def test_one_device_is_told_what_is_missing(little: Path, equipoise: Any) -> Non
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def interrupted(bench: Bench, function: Any, *arguments: Any) -> dict[str, Any]:
         if function is predict_peaks:
-            return {"peaks": {}}
+            return {}
         if arguments[0].candidate.name == "single_device":
             return {"peaks": {"cpu": 5}, "seconds": 1.0, "samples_per_second": 8.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials_module, "run_trial", interrupted)
+    monkeypatch.setattr(Bench, "run", interrupted)
     code, out, _ = equipoise("compare", "--json", "--output=here", DEVICES)
     assert code == 130
     rows = json.loads(out)["rows"]
@@ -363,12 +362,14 @@ def test_ctrl_c_keeps_what_is_done(little: Path, equipoise: Any, monkeypatch: py
 def test_an_interrupted_search_keeps_what_is_measured(
     little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    run = Bench.run
+
+    def interrupted(bench: Bench, function: Any, *arguments: Any) -> Any:
         if function is measure and arguments[0].values["data"]["batch_size"] > 8:
             raise KeyboardInterrupt
-        return process.run_trial(function, *arguments, **options)
+        return run(bench, function, *arguments)
 
-    monkeypatch.setattr(trials_module, "run_trial", interrupted)
+    monkeypatch.setattr(Bench, "run", interrupted)
     arguments = ("--strategies=single_device,dp step", "--steps=1", "--largest=64", "--json", DEVICES)
     code, out, _ = equipoise("compare", *arguments)
     assert code == 130
@@ -390,7 +391,7 @@ def test_results_that_cannot_be_written_are_printed(
         raise OSError(28, "No space left on device")
 
     measured = {"peaks": {"cpu": 5}, "seconds": 1.0, "samples_per_second": 8.0}
-    monkeypatch.setattr(trials_module, "run_trial", lambda *_, **options: dict(measured))
+    monkeypatch.setattr(Bench, "run", lambda *_: dict(measured))
     monkeypatch.setattr(command_module, "write_page", full)
     code, out, err = equipoise("compare", "--strategies=single_device", "--json", DEVICES)
     assert code == 2

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, PackedCollate, TokenBatchSampler, predict_memory
-from equipoise.extensions.planning.command import command as command_module
+from equipoise.extensions.common import bench
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.planned_batches import planned_batches
 from equipoise.extensions.planning.tracing.tracer import trace_step
@@ -78,7 +78,7 @@ FILES = {
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equipoise: Any) -> Any:
     """A function that returns the plan for a budget of tokens and a device."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(command_module, "call_bounded", call_here)
+    monkeypatch.setattr(bench, "call_bounded", call_here)
 
     def run(max_tokens: int, device: str, *arguments: str) -> Any:
         code, out, err = equipoise("plan", f"data.max_tokens={max_tokens}", f"trainer.devices={device}", *arguments)

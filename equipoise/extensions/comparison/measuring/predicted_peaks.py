@@ -1,7 +1,6 @@
 """The predicted peaks of all strategies, in a process of their own, for the column beside the measured ones."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from equipoise.memory.profile.places import names_of_devices
 __all__ = ["predict_peaks"]
 
 
-def predict_peaks(values: Mapping[str, Any], attempts: Sequence[Attempt], folder: Path) -> dict[str, Any]:
+def predict_peaks(values: Mapping[str, Any], attempts: Sequence[Attempt]) -> dict[str, dict[str, int]]:
     """Trace the configured step, and return the predicted peaks.
 
     Returns:
-        Under "peaks", by the label of a strategy, the bytes of each device by name, without strategies that cannot be
-        predicted.
+        By the label of a strategy, the bytes of each device by name, without strategies that cannot be predicted.
     """
     torch.set_num_threads(1)
     # 1. The step, traced once.
@@ -38,7 +36,7 @@ def predict_peaks(values: Mapping[str, Any], attempts: Sequence[Attempt], folder
         of_strategy = _peaks(attempt, prediction, module)
         if of_strategy:
             peaks[attempt.candidate.label] = of_strategy
-    return {"peaks": peaks}
+    return peaks
 
 
 def _peaks(attempt: Attempt, prediction: MemoryPrediction, module: nn.Module) -> dict[str, int]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from equipoise.app.build import build_trainer
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.bench import build_data_and_module, limit_to_steps
 from equipoise.extensions.comparison.bench.probe import DeviceProbe, parameters_of
-from equipoise.extensions.comparison.bench.process import build_data_and_module, limit_to_steps
 from equipoise.extensions.comparison.measuring.candidates import MOST_SETTLING_STEPS, Attempt
 from equipoise.extensions.comparison.measuring.order import read_as_processes
 from equipoise.memory.out_of_memory import is_out_of_memory

@@ -9,15 +9,15 @@ from typing import Any
 from equipoise.app.command import present, read_flags, report, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.bench.process import run_trial
+from equipoise.extensions.common.bench import TIMEOUT, Bench
 from equipoise.extensions.comparison.savings.results import Result, compare, print_results, to_json
 from equipoise.extensions.comparison.savings.savers import SAVERS, Saver, combined
 from equipoise.extensions.comparison.savings.trial import measure
 from equipoise.parallel.workers.availability import require_workers
+from equipoise.parallel.workers.bounded_call import CallError
 
 __all__ = ["show_savings"]
 
-_TIMEOUT = 600.0
 _TAKES = "equipoise savings takes overrides, --config-dir FOLDER, --json and --timeout=SECONDS"
 
 
@@ -37,7 +37,6 @@ def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     # 1. The arguments and the configuration.
     overrides, flags = read_flags(arguments, {"--json": present, "--timeout": seconds}, _TAKES)
     as_json = "--json" in flags
-    timeout = flags.get("--timeout", _TIMEOUT)
     with tempfile.TemporaryDirectory(prefix="equipoise-savings-") as temporary:
         values = compose_values(overrides, folders, Path(temporary, "run"))
         # Callbacks and loggers of the user are no part of a step.
@@ -45,7 +44,7 @@ def show_savings(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         values["logger"] = {}
 
         # 2. The trials. The results so far are shown, also if an error or an interrupt ends the command.
-        trials = _Trials(values, Path(temporary), [str(folder.parent) for folder in folders], timeout)
+        trials = _Trials(values, Bench(Path(temporary), folders, timeout=flags.get("--timeout", TIMEOUT)))
         try:
             trials.run()
         finally:
@@ -63,13 +62,11 @@ class _Trials:
         device: The device on which the steps ran; None before the first.
     """
 
-    def __init__(self, values: dict[str, Any], folder: Path, paths: Sequence[str], timeout: float) -> None:
+    def __init__(self, values: dict[str, Any], bench: Bench) -> None:
         self.results: list[Result] = []
         self.device: str | None = None
         self._values = values
-        self._folder = folder
-        self._paths = paths
-        self._timeout = timeout
+        self._bench = bench
         self._first: dict[str, Any] | None = None
 
     def run(self) -> None:
@@ -94,15 +91,15 @@ class _Trials:
         if trial.reason is not None:
             return result
         report(f"measuring {saver.name}")
-        folder = self._folder / f"trial-{len(self.results)}"
-        measured = run_trial(measure, trial, folder=folder, paths=self._paths, timeout=self._timeout)
+        try:
+            measured = self._bench.run(measure, trial, self._bench.new_folder())
+        except CallError as error:
+            if saver is SAVERS[0] and error.is_wrong_input:
+                raise ConfigurationError(str(error)) from None
+            # A failure is a result as well.
+            return replace(result, reason=str(error))
 
         # 2. Its result.
-        reason = measured.get("reason")
-        if reason is not None:
-            if saver is SAVERS[0] and measured.get("is_configuration"):
-                raise ConfigurationError(reason)
-            return replace(result, reason=reason)
         numbers = compare(measured, self._first)
         if saver is SAVERS[0]:
             self._first = measured

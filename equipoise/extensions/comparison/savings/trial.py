@@ -6,7 +6,7 @@ from typing import Any
 
 from equipoise.app.build import build_trainer
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.comparison.bench.process import build_data_and_module, limit_to_steps
+from equipoise.extensions.common.bench import build_data_and_module, limit_to_steps
 from equipoise.extensions.comparison.savings.probe import STEPS, SaverProbe, digest_of
 from equipoise.extensions.comparison.savings.savers import Trial
 from equipoise.extensions.planning.description.layers import repeated_blocks

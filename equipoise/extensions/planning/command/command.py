@@ -10,6 +10,7 @@ from equipoise.app.batch_size import check_has_number
 from equipoise.app.command import present, read_flags, report, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.bench import TIMEOUT, Bench
 from equipoise.extensions.common.planned_devices import describe_devices
 from equipoise.extensions.planning.command.page import plan_page
 from equipoise.extensions.planning.command.rows import print_plan
@@ -18,11 +19,10 @@ from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.report.page.page import write_page
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.workers.availability import require_workers
-from equipoise.parallel.workers.bounded_call import CallError, call_bounded
+from equipoise.parallel.workers.bounded_call import CallError
 
 __all__ = ["show_plan"]
 
-_TIMEOUT = 600.0
 _TAKES = "equipoise plan takes overrides, --config-dir FOLDER, --json, --html=FILE and --timeout=SECONDS"
 
 
@@ -50,17 +50,9 @@ def show_plan(arguments: Sequence[str], folders: Sequence[Path]) -> None:
 
         # 2. The plan, in a process of its own.
         report("tracing a step without memory")
+        bench = Bench(Path(temporary), folders, timeout=flags.get("--timeout", TIMEOUT), explain=reason_of)
         try:
-            result = call_bounded(
-                make_plan,
-                values,
-                devices,
-                page is not None,
-                timeout=flags.get("--timeout", _TIMEOUT),
-                paths=[str(folder.parent) for folder in folders],
-                option=" (--timeout=SECONDS)",
-                explain=reason_of,
-            )
+            result = bench.run(make_plan, values, devices, page is not None)
         except CallError as error:
             reason = str(error).rstrip(".")
             if not error.is_raised:

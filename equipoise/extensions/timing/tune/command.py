@@ -11,9 +11,11 @@ from equipoise.app.compose import compose_values, main
 from equipoise.app.config.checks import import_paths
 from equipoise.app.output import remove_if_empty
 from equipoise.app.torchrun import check_runs_here
+from equipoise.extensions.common.bench import TIMEOUT, Bench
 from equipoise.extensions.timing.tune.candidates import candidates_for
 from equipoise.extensions.timing.tune.results import as_json, best_of, print_results
 from equipoise.extensions.timing.tune.rounds import Rounds
+from equipoise.extensions.timing.tune.trial import explain
 from equipoise.parallel.workers.availability import require_workers
 
 __all__ = ["show_tuning"]
@@ -61,8 +63,10 @@ def _tune(
     values = compose([])
     check_runs_here(values, "equipoise tune")
     check_has_number(values, "equipoise tune")
-    paths = [str(folder.parent) for folder in folders]
-    rounds = Rounds(compose, temporary, paths, flags.get("--seconds", _SECONDS))
+    seconds_of_trials = flags.get("--seconds", _SECONDS)
+    # Data and module are built in each trial, which may take longer than its steps.
+    bench = Bench(temporary, folders, timeout=TIMEOUT + seconds_of_trials, option="", explain=explain)
+    rounds = Rounds(compose, bench, seconds_of_trials)
     report("looking for what limits the run")
     rounds.find()
 

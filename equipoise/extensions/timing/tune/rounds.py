@@ -3,18 +3,18 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.common.bench import Bench
 from equipoise.extensions.timing.clock import FIRST_STEPS
 from equipoise.extensions.timing.limits import Facts, Limit
 from equipoise.extensions.timing.tune.candidates import Candidate
 from equipoise.extensions.timing.tune.probe import Window
-from equipoise.extensions.timing.tune.trial import as_trial, explain, measure
-from equipoise.parallel.workers.bounded_call import CallError, call_bounded
+from equipoise.extensions.timing.tune.trial import as_trial, measure
+from equipoise.parallel.workers.bounded_call import CallError
 
 __all__ = ["Rounds", "Row"]
 
@@ -29,8 +29,6 @@ _LEAST_STEPS = 20
 _ROUNDS = 3
 # Differences of less are chance.
 _LEAST_GAIN = 1.05
-# Data and module are built in each trial, which may take longer than its steps.
-_TIMEOUT = 600.0
 
 # Returns the configuration with overrides.
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
@@ -77,12 +75,11 @@ class Row:
 
 
 class Rounds:
-    """Runs the trials, each in a process of its own.
+    """Runs the trials.
 
     Args:
         compose: Returns the configuration with further overrides.
-        folder: Folder for files of the trials.
-        paths: Folders from which processes import the user's modules.
+        bench: Runs each in a process of its own.
         seconds: About how long the trials may take.
 
     Attributes:
@@ -94,7 +91,7 @@ class Rounds:
         left_out: Names of loggers that trials leave out.
     """
 
-    def __init__(self, compose: Compose, folder: Path, paths: Sequence[str], seconds: float) -> None:
+    def __init__(self, compose: Compose, bench: Bench, seconds: float) -> None:
         self.rows = [Row(Candidate())]
         self.steps = 0
         self.first: dict[str, Any] = {}
@@ -102,11 +99,9 @@ class Rounds:
         self.limit: Limit | None = None
         self.left_out: list[str] = []
         self._compose = compose
-        self._folder = folder
-        self._paths = paths
+        self._bench = bench
         self._seconds = seconds
         self._begun = perf_counter()
-        self._count = 0
 
     def find(self) -> None:
         """Find what limits the run.
@@ -196,14 +191,9 @@ class Rounds:
             row.reason = _last_line(error)
 
     def _run(self, candidate: Candidate, window: Window) -> dict[str, Any]:
-        self._count += 1
-        folder = self._folder / f"trial-{self._count}"
-        folder.mkdir()
+        folder = self._bench.new_folder()
         values, self.left_out = as_trial(self._compose(candidate.overrides), folder)
-        arguments = (values, candidate.loader, window, folder)
-        measured: dict[str, Any] = call_bounded(
-            measure, *arguments, timeout=_TIMEOUT + self._seconds, paths=self._paths, explain=explain
-        )
+        measured: dict[str, Any] = self._bench.run(measure, values, candidate.loader, window, folder)
         return measured
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from equipoise.app.running import run_values
 from equipoise.errors import ConfigurationError, in_one_line
+from equipoise.extensions.common.trial_arguments import UNBOUNDED
 from equipoise.extensions.timing.step_times import StepTimes
 from equipoise.extensions.timing.tune.probe import StepsProbe, Window
 from equipoise.parallel.workers.messages.tracebacks import shortened
@@ -17,18 +18,7 @@ __all__ = ["as_trial", "explain", "measure"]
 # Beyond any trial. It is a positive number, as schedules may count with it.
 _MOST_STEPS = 1_000_000
 # The trainer ends when the window does, and prints nothing.
-_ENDLESS = {
-    "max_epochs": _MOST_STEPS,
-    "min_epochs": None,
-    "max_steps": _MOST_STEPS,
-    "min_steps": None,
-    "max_time": None,
-    "num_sanity_val_steps": 0,
-    "fast_dev_run": False,
-    "barebones": False,
-    "profiler": None,
-    "enable_model_summary": False,
-}
+_ENDLESS = {**UNBOUNDED, "max_epochs": _MOST_STEPS, "max_steps": _MOST_STEPS}
 # Loggers that write elsewhere than into the folder of a run.
 _SERVICES = ("CometLogger", "MLFlowLogger", "NeptuneLogger", "WandbLogger")
 # Arguments of callbacks, loggers and the trainer that are folders.

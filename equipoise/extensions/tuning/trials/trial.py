@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.trial_arguments import ONLY_STEPS
 from equipoise.extensions.planning.description.settings import changes_layers
 from equipoise.interop.lightning.arguments.plugins import sort_plugins
 from equipoise.interop.lightning.loaders import combine
@@ -17,7 +18,7 @@ from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.runtime.request import Request
 
-__all__ = ["ONLY_STEPS", "MakeTrainer", "copy_of", "generators_kept", "quiet", "run_trial", "trainer_like"]
+__all__ = ["MakeTrainer", "copy_of", "generators_kept", "quiet", "run_trial", "trainer_like"]
 
 # Makes a trainer from its arguments.
 MakeTrainer = Callable[..., Any]
@@ -25,23 +26,7 @@ MakeTrainer = Callable[..., Any]
 # The logger of `rank_zero_info`.
 _LOGGER = "lightning.pytorch.utilities.rank_zero"
 
-# Arguments of a trainer that takes steps and does nothing else: no evaluation, no files, no display.
-ONLY_STEPS = {
-    "max_epochs": -1,
-    "min_epochs": None,
-    "min_steps": None,
-    "max_time": None,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "fast_dev_run": False,
-    "barebones": False,
-    "profiler": None,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-# What the trial of a search changes beside them.
+# What the trial of a search changes beside its steps.
 _OF_A_TRIAL = {
     "logger": False,
     # A large learning rate is meant to make losses that are not finite.

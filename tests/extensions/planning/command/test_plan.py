@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.extensions.planning.command import command as command_module
+from equipoise.extensions.common import bench
 from tests.support.bounded_calls import call_here
 from tests.support.projects import project_in
 
@@ -70,7 +70,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(command_module, "call_bounded", call_here)
+    monkeypatch.setattr(bench, "call_bounded", call_here)
 
 
 @pytest.mark.usefixtures("without_processes")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from equipoise.errors import ConfigurationError, StepError
+from equipoise.extensions.common.bench import Bench
 from equipoise.extensions.timing.tune.candidates import Candidate
 from equipoise.extensions.timing.tune.results import best_of
 from equipoise.extensions.timing.tune.rounds import Rounds
@@ -13,7 +14,7 @@ from equipoise.extensions.timing.tune.rounds import Rounds
 
 def rounds_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *, last_base: int) -> Rounds:
     """Return rounds in which the run as it is fails after so many trials; a candidate is twice as fast."""
-    rounds = Rounds(lambda overrides: {}, folder, [], 60.0)
+    rounds = Rounds(lambda overrides: {}, Bench(folder, []), 60.0)
     rounds.first = {"seconds": 1.0, "steps": 100}
     trials = {"base": 0}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from equipoise.extensions.common import bench
 from equipoise.extensions.timing import clock as clock_module
 from equipoise.extensions.timing.tune import probe, rounds
 from tests.app.conftest import equipoise, no_trace, quick
@@ -36,7 +37,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trials run in the process of the test, on two processors."""
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
-    monkeypatch.setattr(rounds, "call_bounded", call_here)
+    monkeypatch.setattr(bench, "call_bounded", call_here)
     for module in (clock_module, probe, rounds):
         monkeypatch.setattr(module, "perf_counter", CLOCK)
     with project_in(tmp_path, FILES, "tuned") as folder:
