@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from equipoise.extensions.report.page.charts import path_through, stretched
-from equipoise.extensions.report.page.markup import Markup, cut, join, tag
+from equipoise.extensions.report.page.markup import Markup, cut, join, picture, tag
+from equipoise.extensions.report.page.scales import Scale
 from equipoise.extensions.runs.run import Run
 from equipoise.formats import format_number
 
@@ -66,12 +67,7 @@ def parallel_coordinates(
 
 def _axis_of_metric(name: str, runs: Sequence[Run]) -> _Axis | None:
     """Return an axis of the best values of a metric."""
-    best = []
-    for run in runs:
-        value = math.nan
-        if name in run.metrics:
-            value = run.metrics[name].best
-        best.append(value)
+    best = [run.metrics[name].best if name in run.metrics else math.nan for run in runs]
     return _axis_of_numbers(f"best {name}", best)
 
 
@@ -85,12 +81,7 @@ def _axis_of_texts(name: str, texts: Sequence[str | None]) -> _Axis | None:
     except ValueError:
         # Words stand in their order.
         words = sorted(set(present))
-        heights: list[float | None] = []
-        for text in texts:
-            height = None
-            if text is not None:
-                height = words.index(text) / (len(words) - 1)
-            heights.append(height)
+        heights = [None if text is None else words.index(text) / (len(words) - 1) for text in texts]
         return _Axis(name, heights, words[0], words[-1])
     return _axis_of_numbers(name, numbers)
 
@@ -102,16 +93,8 @@ def _axis_of_numbers(name: str, numbers: Sequence[float]) -> _Axis | None:
         return None
     low = min(finite)
     high = max(finite)
-    straight: Callable[[float], float] = float
-    if low > 0 and high / low >= 100:
-        straight = math.log
-    length = straight(high) - straight(low)
-    heights: list[float | None] = []
-    for number in numbers:
-        height = None
-        if math.isfinite(number):
-            height = (straight(number) - straight(low)) / length
-        heights.append(height)
+    scale = Scale(low, high, (), "number", log=low > 0 and high / low >= 100)
+    heights = [scale.place(number) if math.isfinite(number) else None for number in numbers]
     return _Axis(name, heights, format_number(low), format_number(high))
 
 
@@ -134,18 +117,16 @@ def _picture(axes: Sequence[_Axis], count: int, style: Callable[[int], str]) -> 
     # 2. The axes.
     drawn = [_axis(axis, share) for axis, share in zip(axes, shares, strict=True)]
     names = ", ".join(axis.name for axis in axes)
-    picture = tag(
-        "svg",
-        tag("title", f"Parallel coordinates of {count} runs: {names}"),
+    coordinates = picture(
+        f"Parallel coordinates of {count} runs: {names}",
         *drawn,
         # Only lines lie in the picture that is stretched.
         stretched(_HEIGHT, *lines),
         class_="parallel",
-        role="img",
         width="100%",
         height=_HEIGHT,
     )
-    return tag("figure", picture, class_="chart")
+    return tag("figure", coordinates, class_="chart")
 
 
 def _axis(axis: _Axis, share: float) -> Markup:
@@ -158,11 +139,4 @@ def _axis(axis: _Axis, share: float) -> Markup:
 
 
 def _word(text: str, x: str, y: int, style: str | None = None) -> Markup:
-    return tag(
-        "text",
-        cut(text, _LONGEST_WORD),
-        x=x,
-        y=y,
-        text_anchor="middle",
-        class_=style,
-    )
+    return tag("text", cut(text, _LONGEST_WORD), x=x, y=y, text_anchor="middle", class_=style)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from equipoise.extensions.report.page.markup import Markup, heading, legend, tag, word_column
+from equipoise.extensions.report.page.markup import Markup, figure, legend, picture, tag, word_column
 from equipoise.formats import Unit, format_quantity
 
 __all__ = ["Bar", "bar_chart"]
@@ -47,22 +47,14 @@ def bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], unit: Unit) -> Ma
     top = 0
     for label, bars in drawn.items():
         rows += [_bar(bar, top + index * (_BAR + _GAP), largest, unit) for index, bar in enumerate(bars)]
-        height = len(bars) * (_BAR + _GAP)
-        words.append((label, top + height / 2 + 3))
-        top += height + _GROUP_GAP
-    # The title tells those who cannot see the picture what it shows.
-    picture = tag(
-        "svg",
-        tag("title", f"{title}: {', '.join(drawn)}"),
-        *rows,
-        class_="bars",
-        role="img",
-        height=max(top, 1),
-    )
-    axes = tag("div", word_column(words, max(top, 1)), picture, class_="axes rows")
-    # 2. The title and the names of the bars.
-    head = tag("figcaption", heading("h3", title, ""), _legend(drawn.values()))
-    return tag("figure", head, axes, class_="chart")
+        height_of_group = len(bars) * (_BAR + _GAP)
+        words.append((label, top + height_of_group / 2 + 3))
+        top += height_of_group + _GROUP_GAP
+    # 2. The figure.
+    height = max(top, 1)
+    chart = picture(f"{title}: {', '.join(drawn)}", *rows, class_="bars", height=height)
+    axes = tag("div", word_column(words, height), chart, class_="axes rows")
+    return figure(title, axes, names=_legend(drawn.values()))
 
 
 def _legend(groups: Iterable[Sequence[Bar]]) -> Markup | None:
@@ -81,27 +73,11 @@ def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
     if largest > 0:
         length = _LONGEST * bar.value / largest
     text = format_quantity(bar.value, unit)
-    # The text under the pointer names the bar, too.
-    tip = tag("title", f"{bar.label}: {text}")
-    rectangle = tag(
-        "rect",
-        x=0,
-        y=top,
-        width=f"{length:.2f}%",
-        height=_BAR,
-        rx=2,
-    )
-    value = tag(
-        "text",
-        text,
-        x=f"{length + 1:.2f}%",
-        y=top + _BAR - 4,
-        class_="value",
-    )
     return tag(
         "g",
-        tip,
-        rectangle,
-        value,
+        # The text under the pointer names the bar, too.
+        tag("title", f"{bar.label}: {text}"),
+        tag("rect", x=0, y=top, width=f"{length:.2f}%", height=_BAR, rx=2),
+        tag("text", text, x=f"{length + 1:.2f}%", y=top + _BAR - 4, class_="value"),
         class_=f"bar {bar.style}",
     )

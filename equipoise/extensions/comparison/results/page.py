@@ -51,8 +51,7 @@ def _sections(
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
-    facts = {}
-    facts["devices"] = ", ".join(comparison.devices)
+    facts = {"devices": ", ".join(comparison.devices)}
     if comparison.batch_size is not None:
         facts["samples of a step"] = str(comparison.batch_size)
     facts["strategies measured"] = f"{len(comparison.measured)} of {len(comparison.rows)}"
@@ -107,11 +106,8 @@ def _table(comparison: Comparison, chosen: str | None) -> Markup:
         rows.append([label, *row_cells.values(), " ".join(row.overrides)])
 
     # 2. The table. Cells of numbers are not broken: peaks of many devices are too long for that.
-    numbers = []
-    for index, column in enumerate(columns, start=1):
-        longest = max(len(row_cells[column]) for row_cells in texts)
-        if longest <= _LONGEST_NUMBER:
-            numbers.append(index)
+    longest = [max(len(row_cells[column]) for row_cells in texts) for column in columns]
+    numbers = [index for index, length in enumerate(longest, start=1) if length <= _LONGEST_NUMBER]
     whole_table = table(["strategy", *columns, "overrides"], rows, numbers=numbers)
 
     # 3. Sentences stand outside of the table, whose columns they would squeeze.

@@ -23,19 +23,13 @@ def plan_page(plan: Mapping[str, Any]) -> str:
 
 def _sections(plan: Mapping[str, Any]) -> Iterator[Markup | None]:
     # 1. The facts and the recommendation.
-    facts = {}
-    facts["samples of a batch"] = str(plan["batch_size"])
-    facts["step"] = plan["method"]
-    yield facts_section(facts)
+    yield facts_section({"samples of a batch": str(plan["batch_size"]), "step": plan["method"]})
     recommendation = plan["recommendation"]
     yield recommendation_section(recommended(recommendation), recommendation["overrides"])
 
     # 2. The strategies. Numbers stand at the right of their columns.
     yield _picture(plan)
-    numbers = []
-    for index, head in enumerate(HEADS):
-        if head not in WORDS:
-            numbers.append(index)
+    numbers = [index for index, head in enumerate(HEADS) if head not in WORDS]
     yield section("All strategies", table(HEADS, rows_of(plan), numbers=numbers))
 
     # 3. What the user must know beside them.
@@ -60,9 +54,7 @@ def _picture(plan: Mapping[str, Any]) -> Markup:
         lines.append(Line(label=label, style=style, points=sorted(peaks.items())))
 
     # 2. The limits.
-    sizes: set[int] = set()
-    for peaks in curves.values():
-        sizes.update(peaks)
+    sizes = {size for peaks in curves.values() for size in peaks}
     lines += _limits(plan, min(sizes), max(sizes))
 
     # 3. The chart.
@@ -81,11 +73,7 @@ def _picture(plan: Mapping[str, Any]) -> Markup:
 
 def _limits(plan: Mapping[str, Any], first_size: int, last_size: int) -> list[Line]:
     """Return a line for the limit of each kind of device, from the first batch size to the last."""
-    limits: dict[str, int] = {}
-    for entry in plan["strategies"]:
-        for device in entry["devices"]:
-            name = device["name"]
-            limits[name] = device["usable"]
+    limits = {device["name"]: device["usable"] for entry in plan["strategies"] for device in entry["devices"]}
     lines = []
     for limit in sorted(set(limits.values())):
         text = ", ".join(name for name, nbytes in limits.items() if nbytes == limit)

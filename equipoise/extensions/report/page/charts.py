@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from equipoise.extensions.report.page.markup import Markup, heading, join, legend, tag, word_column
+from equipoise.extensions.report.page.markup import Markup, figure, hint, join, legend, picture, tag, word_column
 from equipoise.extensions.report.page.scales import Point, Scale, make_scale, thin
 from equipoise.formats import Unit, format_quantity
 
@@ -113,12 +113,12 @@ def line_chart(
         has_legend: Name the lines above the figure. Default: True; a page may name them itself.
         most_dots: Each point of a line with at most this number of points gets a dot. Default: 40.
     """
-    head = tag("figcaption", heading("h3", title, note), _legend(lines) if has_legend else None)
+    names = _legend(lines) if has_legend else None
     place = _magnitude if log_across else float
     drawable = [_drawable(line, most_points, place) for line in lines]
     finite = _finite_points(drawable)
     if not finite:
-        return tag("figure", head, tag("p", "No value is a finite number.", class_="hint"), class_="chart")
+        return figure(title, hint("No value is a finite number."), note=note, names=names)
     # 1. Choose the axes.
     xs = [point[0] for point in finite]
     ys = [point[1] for point in finite]
@@ -130,15 +130,13 @@ def line_chart(
     if inside:
         below += _ROW
     # 3. Draw, what lies at the back first.
-    picture = tag(
-        "svg",
-        tag("title", _description(title, drawable, across)),
+    plot = picture(
+        _description(title, drawable, across),
         _grid(across, up, height),
         *_boundaries(inside, across, height),
         *(_mark(mark, across, height) for mark in marks),
         *(_draw(line, across, up, height, most_dots) for line in drawable),
         class_="plot",
-        role="img",
         height=height + below,
         # The script of the page reads these to show values under the pointer.
         data_bottom=height,
@@ -151,8 +149,8 @@ def line_chart(
     )
     # A word stands in the middle of its line, so its baseline lies a little below.
     words = [(format_quantity(tick, up.unit), _down(tick, up, height) + 4) for tick in up.ticks]
-    axes = tag("div", word_column(words, height + below), picture, class_="axes")
-    return tag("figure", head, axes, class_="chart")
+    axes = tag("div", word_column(words, height + below), plot, class_="axes")
+    return figure(title, axes, note=note, names=names)
 
 
 def _magnitude(x: float) -> float:

@@ -5,7 +5,7 @@ Of several stages on a device later ones are paler.
 
 from equipoise.extensions.common.timeline import Action, Span
 from equipoise.extensions.report.page.charts import tick_words
-from equipoise.extensions.report.page.markup import Markup, cut, heading, legend, tag, word_column
+from equipoise.extensions.report.page.markup import Markup, cut, figure, legend, picture, tag, word_column
 from equipoise.extensions.report.page.record import PipelineStep
 from equipoise.extensions.report.page.scales import Scale, make_scale
 from equipoise.formats import format_span
@@ -40,37 +40,21 @@ def pipeline_chart(step: PipelineStep) -> Markup:
     rows = range(timeline.devices)
     height = len(rows) * (_ROW + _GAP)
     # 2. Draw. The rows show the time in which devices wait; the boxes lie on them.
-    picture = tag(
-        "svg",
-        tag("title", f"{title}: when each {row_kind} computed which micro-batch, in {format_span(length)}"),
-        *(
-            tag(
-                "rect",
-                x="0",
-                y=_top(row),
-                width="100%",
-                height=_ROW,
-                class_="waiting",
-            )
-            for row in rows
-        ),
+    boxes_of_rows = picture(
+        f"{title}: when each {row_kind} computed which micro-batch, in {format_span(length)}",
+        *(tag("rect", x="0", y=_top(row), width="100%", height=_ROW, class_="waiting") for row in rows),
         *(_box(span, step, across) for span in boxes),
         tick_words(across, height + 12),
         class_="gantt",
-        role="img",
         height=height + _BOTTOM,
     )
     # 3. Put title, legend and picture together.
     note = f"idle {timeline.idle:.0%} of {format_span(length)}"
     if len(boxes) < len(timeline.spans):
         note += f"; the first {len(boxes):,} of {len(timeline.spans):,} boxes"
-    head = tag("figcaption", heading("h3", title, note), _legend(step))
-    names = []
-    for row in rows:
-        name = _named(f"{row_kind} {row}", step, row)
-        names.append((cut(name, _LONGEST_NAME), _baseline(row)))
-    body = tag("div", word_column(names, height + _BOTTOM), picture, class_="axes")
-    return tag("figure", head, body, class_="chart")
+    words = [(cut(_named(f"{row_kind} {row}", step, row), _LONGEST_NAME), _baseline(row)) for row in rows]
+    axes = tag("div", word_column(words, height + _BOTTOM), boxes_of_rows, class_="axes")
+    return figure(title, axes, note=note, names=_legend(step))
 
 
 def _named(row: str, step: PipelineStep, device: int) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 __all__ = [
     "Markup",
     "cut",
-    "heading",
+    "figure",
     "hint",
     "join",
     "legend",
+    "picture",
     "plain",
     "section",
     "table",
@@ -92,10 +93,20 @@ def join(*content: object) -> Markup:
 
 def section(title: str, *content: Markup | None, note: str = "") -> Markup:
     """Return a section with a heading; the note stands beside the title."""
-    return tag("section", heading("h2", title, note), *content)
+    return tag("section", _heading("h2", title, note), *content)
 
 
-def heading(name: str, title: str, note: str) -> Markup:
+def figure(title: str, *content: Markup, note: str = "", names: Markup | None = None) -> Markup:
+    """Return a figure below its title, a note beside that, and the names of its parts."""
+    return tag("figure", tag("figcaption", _heading("h3", title, note), names), *content, class_="chart")
+
+
+def picture(title: str, *content: object, **attributes: Any) -> Markup:
+    """Return a picture; its title tells those who cannot see it what it shows."""
+    return tag("svg", tag("title", title), *content, role="img", **attributes)
+
+
+def _heading(name: str, title: str, note: str) -> Markup:
     """Return a heading; the note stands beside it, if there is one."""
     note_element = None
     if note:

@@ -8,7 +8,7 @@ from itertools import cycle
 
 from equipoise.extensions.report.page.charts import Boundary, Line, Mark, line_chart
 from equipoise.extensions.report.page.gantt import pipeline_chart
-from equipoise.extensions.report.page.markup import Markup, hint, join, section, table, tag
+from equipoise.extensions.report.page.markup import Markup, figure, hint, join, section, table, tag
 from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, ReportSection, RunEvent
 from equipoise.extensions.report.page.scales import Point
 from equipoise.formats import format_bytes, format_count, format_number, format_span
@@ -296,10 +296,10 @@ def added_section(added: ReportSection) -> Markup:
     if added.table:
         heads, *others = added.table
         rows = table(heads, others, row_heads=added.row_heads)
-    figure = None
+    chart = None
     if added.lines:
         styles = cycle(f"s{number}" for number in range(6))
-        figure = line_chart(
+        chart = line_chart(
             f"{added.title} by step",
             [Line(label=name, style=next(styles), points=points) for name, points in added.lines.items()],
             x="step",
@@ -310,7 +310,7 @@ def added_section(added: ReportSection) -> Markup:
     if added.images:
         drawn = [_picture(name, image) for name, image in added.images.items()]
         pictures = tag("div", *drawn, class_="pictures")
-    return section(added.title, paragraph, rows, figure, pictures)
+    return section(added.title, paragraph, rows, chart, pictures)
 
 
 def _picture(name: str, image: bytes) -> Markup | None:
@@ -318,8 +318,7 @@ def _picture(name: str, image: bytes) -> Markup | None:
     for signature, kind in _IMAGE_KINDS.items():
         if image.startswith(signature):
             text = base64.b64encode(image).decode()
-            picture = tag("img", src=f"data:image/{kind};base64,{text}", alt=name)
-            return tag("figure", tag("figcaption", tag("h3", name)), picture, class_="chart")
+            return figure(name, tag("img", src=f"data:image/{kind};base64,{text}", alt=name))
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from equipoise.extensions.report.page.markup import Markup, tag
+from equipoise.extensions.report.page.markup import Markup, picture, tag
 from equipoise.formats import format_bytes, format_quantity
 from equipoise.memory.records import Category, Composition, TensorRecord
 
@@ -246,16 +246,12 @@ def tree_map(composition: Composition, detail: float = 1.0) -> Markup:
     records = fold(composition.holders, round(detail * _SINGLE), round(detail * _MERGED))
     drawing = _Drawing(max(sum(record.nbytes for record in records), 1))
     drawing.add_node(_collapsed(_tree(records)), Box(0, 0, _WIDTH, _HEIGHT), depth=0)
-    # The title tells those who cannot see the picture what it shows.
     totals = Counter[str]()
     for record in records:
         totals[record.category] += record.nbytes
-    categories = []
-    for category, nbytes in totals.most_common():
-        categories.append(f"{category} {format_bytes(nbytes)}")
-    listed = ", ".join(categories)
-    title = tag("title", f"Memory on {composition.device} by module: {listed}")
-    return tag("svg", title, *drawing.elements, class_="treemap", role="img", height=round(_HEIGHT))
+    listed = ", ".join(f"{category} {format_bytes(nbytes)}" for category, nbytes in totals.most_common())
+    title = f"Memory on {composition.device} by module: {listed}"
+    return picture(title, *drawing.elements, class_="treemap", height=round(_HEIGHT))
 
 
 class _Drawing:
