@@ -35,7 +35,7 @@ def run_in(folder: Path, site: Path, *arguments: str) -> str:
 
 def test_the_wheel_holds_configurations_and_the_starter_project_and_no_leftovers(site):
     files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
-    assert {"equipoise/extensions/report/page/report.css", "equipoise/extensions/report/page/report.js"} <= files
+    assert {"equipoise/extensions/common/page/page.css", "equipoise/extensions/common/page/page.js"} <= files
     assert {"equipoise/conf/equipoise.yaml", "equipoise/conf/logger/csv.yaml", "equipoise/py.typed"} <= files
     assert "hydra_plugins/equipoise_launcher.py" in files
     starter = {path.removeprefix("equipoise/starter/") for path in files if path.startswith("equipoise/starter/")}

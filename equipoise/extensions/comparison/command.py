@@ -12,6 +12,7 @@ from equipoise.app.compose import compose_values
 from equipoise.app.torchrun import check_runs_here
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.bench import Bench
+from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.comparison.measuring.candidates import batch_size_of, chosen_candidates
 from equipoise.extensions.comparison.options import Options
 from equipoise.extensions.comparison.results.comparison import Comparison
@@ -19,7 +20,6 @@ from equipoise.extensions.comparison.results.page import comparison_page
 from equipoise.extensions.comparison.results.recommendation import recommend
 from equipoise.extensions.comparison.results.tables import print_comparison
 from equipoise.extensions.comparison.trials import Trials
-from equipoise.extensions.report.page.page import write_page
 from equipoise.parallel.workers.availability import require_workers
 from equipoise.trainer.settings.devices import select_devices
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
+from equipoise.extensions.common.page.markup import cut
+from equipoise.extensions.common.page.scales import Point
 from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.report.curve_history import CurveHistory, steps_done
 from equipoise.extensions.report.curve_names import group_curves
 from equipoise.extensions.report.fit_recorder import Fit
-from equipoise.extensions.report.page.markup import cut
 from equipoise.extensions.report.page.record import LearningRateSearch, Outcome, PipelineStep, RunEvent, RunRecord
-from equipoise.extensions.report.page.scales import Point
 from equipoise.extensions.report.read_trainer import (
     best_scores,
     memory_logger_of,

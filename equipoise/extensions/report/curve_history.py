@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from equipoise.extensions.report.page.scales import thin
+from equipoise.extensions.common.page.scales import thin
 
 __all__ = ["CurveHistory", "StepCurve", "steps_done"]
 

@@ -18,11 +18,12 @@ from rich.text import Text
 
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.report.added_sections import added_sections
 from equipoise.extensions.report.collect_record import collect_facts, collect_record, collect_times
 from equipoise.extensions.report.curve_history import CurveHistory
 from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
-from equipoise.extensions.report.page.page import write_page, write_report
+from equipoise.extensions.report.page.page import write_report
 from equipoise.extensions.report.page.record import Outcome, ReportSection
 from equipoise.extensions.report.read_trainer import devices_of
 from equipoise.extensions.report.run_file.live_values import LiveValues

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from equipoise.app.command import present, read_flags
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.report.page.page import write_page
+from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.report.run_file.plain_json import as_json
 from equipoise.extensions.runs.columns import columns_of, main_metrics, sorted_runs
 from equipoise.extensions.runs.configuration import differing_keys

@@ -7,10 +7,10 @@ from urllib.parse import quote
 
 import numpy
 
-from equipoise.extensions.report.page.charts import Line, line_chart
-from equipoise.extensions.report.page.markup import Markup, cut, hint, join, section, table, tag
-from equipoise.extensions.report.page.page import html_page, page_header
-from equipoise.extensions.report.page.scales import Point
+from equipoise.extensions.common.page.charts import Line, line_chart
+from equipoise.extensions.common.page.markup import Markup, cut, hint, join, section, table, tag
+from equipoise.extensions.common.page.page import html_page, page_header
+from equipoise.extensions.common.page.scales import Point
 from equipoise.extensions.runs.columns import Column, columns_of, main_metrics
 from equipoise.extensions.runs.configuration import differences_between, differing_keys
 from equipoise.extensions.runs.parallel import parallel_coordinates

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from equipoise.extensions.report.page.charts import path_through, stretched
-from equipoise.extensions.report.page.markup import Markup, cut, join, picture, tag
-from equipoise.extensions.report.page.scales import Scale
+from equipoise.extensions.common.page.charts import path_through, stretched
+from equipoise.extensions.common.page.markup import Markup, cut, join, picture, tag
+from equipoise.extensions.common.page.scales import Scale
 from equipoise.extensions.runs.run import Run
 from equipoise.formats import format_number
 

@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from equipoise.app.earlier_runs.configurations import flat_configuration
-from equipoise.extensions.report.page.scales import thin
+from equipoise.extensions.common.page.scales import thin
 from equipoise.extensions.report.run_file.live_values import LIVE_FILE
 from equipoise.extensions.runs.found import FoundRun
 from equipoise.extensions.runs.run import Curve, Run, Unreadable

@@ -22,7 +22,7 @@ from equipoise.extensions.comparison.measuring.trial import measure
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.strategies.distributed.loaders import share_loader
 from equipoise.trainer.data.loaders import set_epoch
-from tests.extensions.report.page.parsing import parse
+from tests.extensions.common.page.parsing import parse
 from tests.support.programs import EQUIPOISE, Program
 from tests.support.projects import project_in
 

@@ -5,7 +5,7 @@ import pytest
 from equipoise.extensions.comparison.results.bars import Bar, bar_chart
 from equipoise.extensions.comparison.results.comparison import Comparison, Row
 from equipoise.extensions.comparison.results.page import comparison_page
-from tests.extensions.report.page.parsing import Element, parse
+from tests.extensions.common.page.parsing import Element, parse
 
 
 def lengths(figure: Element) -> list[float]:

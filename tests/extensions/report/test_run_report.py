@@ -23,7 +23,7 @@ from equipoise import OOMRecovery, OutOfMemoryEvent, RunReport, RunSummary
 from equipoise.extensions.report import fit_recorder, run_report
 from equipoise.extensions.report.throughput import Throughput
 from equipoise.memory.records import Composition, MemoryPoint, TensorRecord
-from tests.extensions.report.page.parsing import Element, parse, sections
+from tests.extensions.common.page.parsing import Element, parse, sections
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
 from tests.support.elsewhere import url_of
 

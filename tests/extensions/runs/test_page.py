@@ -9,7 +9,7 @@ import pytest
 
 from equipoise.extensions.runs.page import runs_page
 from equipoise.extensions.runs.run import Run, Unreadable
-from tests.extensions.report.page.parsing import Element, check_closed, parse, sections
+from tests.extensions.common.page.parsing import Element, check_closed, parse, sections
 
 ATTACK = '"></title></script></style><script>alert(1)</script><img src=x onerror=\'a()\' alt="b">&amp;'
 

@@ -28,7 +28,7 @@ from equipoise.extensions.runs.watch import plain_files, watched_runs
 from equipoise.extensions.runs.watch.command import watch
 from equipoise.extensions.runs.watch.server import WatchServer
 from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
-from tests.extensions.report.page.parsing import parse
+from tests.extensions.common.page.parsing import parse
 from tests.extensions.runs.conftest import WriteRun, content
 from tests.support.callback_runs import Small, loader
 from tests.support.quiet import QUIET

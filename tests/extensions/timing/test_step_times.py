@@ -19,7 +19,7 @@ from equipoise.extensions.report.added_sections import added_sections
 from equipoise.extensions.report.page.sections import added_section
 from equipoise.extensions.timing import step_times
 from equipoise.extensions.timing.clock import FIRST_STEPS
-from tests.extensions.report.page.parsing import parse
+from tests.extensions.common.page.parsing import parse
 from tests.extensions.timing.programs import FIRST, STEPS, Slow, Ticking, Validated, fit, loader
 from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock
 from tests.support.quiet import QUIET

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from equipoise.extensions.report.page.markup import Markup, figure, legend, picture, tag, word_column
+from equipoise.extensions.common.page.markup import Markup, figure, legend, picture, tag, word_column
 from equipoise.formats import Unit, format_quantity
 
 __all__ = ["Bar", "bar_chart"]

@@ -5,12 +5,17 @@ from typing import Any
 
 import yaml
 
+from equipoise.extensions.common.page.markup import Markup, hint, join, section, table, tag
+from equipoise.extensions.common.page.page import (
+    configuration_section,
+    facts_section,
+    html_page,
+    page_header,
+    recommendation_section,
+)
 from equipoise.extensions.comparison.results.bars import Bar, bar_chart
 from equipoise.extensions.comparison.results.comparison import Comparison, Row
 from equipoise.extensions.comparison.results.tables import meaning_of_columns, reasons_in_words, row_texts
-from equipoise.extensions.report.page.markup import Markup, hint, join, section, table, tag
-from equipoise.extensions.report.page.page import facts_section, html_page, page_header, recommendation_section
-from equipoise.extensions.report.page.sections import configuration_section
 
 __all__ = ["comparison_page"]
 

@@ -11,12 +11,12 @@ from equipoise.app.command import present, read_flags, report, seconds
 from equipoise.app.compose import compose_values
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.bench import TIMEOUT, Bench
+from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.common.planned_devices import describe_devices
 from equipoise.extensions.planning.command.page import plan_page
 from equipoise.extensions.planning.command.rows import print_plan
 from equipoise.extensions.planning.command.trial import make_plan
 from equipoise.extensions.planning.tracing.obstacles import reason_of
-from equipoise.extensions.report.page.page import write_page
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.bounded_call import CallError

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from equipoise.extensions.common.page.charts import Boundary, Line, line_chart
+from equipoise.extensions.common.page.markup import Markup, hint, section, table
+from equipoise.extensions.common.page.page import facts_section, html_page, page_header, recommendation_section
 from equipoise.extensions.planning.command.rows import HEADS, WORDS, lines_of, recommended, rows_of
-from equipoise.extensions.report.page.charts import Boundary, Line, line_chart
-from equipoise.extensions.report.page.markup import Markup, hint, section, table
-from equipoise.extensions.report.page.page import facts_section, html_page, page_header, recommendation_section
 from equipoise.formats import format_bytes
 
 __all__ = ["plan_page"]

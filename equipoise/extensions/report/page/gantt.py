@@ -3,11 +3,11 @@
 Of several stages on a device later ones are paler.
 """
 
+from equipoise.extensions.common.page.charts import tick_words
+from equipoise.extensions.common.page.markup import Markup, cut, figure, legend, picture, tag, word_column
+from equipoise.extensions.common.page.scales import Scale, make_scale
 from equipoise.extensions.common.timeline import Action, Span
-from equipoise.extensions.report.page.charts import tick_words
-from equipoise.extensions.report.page.markup import Markup, cut, figure, legend, picture, tag, word_column
 from equipoise.extensions.report.page.record import PipelineStep
-from equipoise.extensions.report.page.scales import Scale, make_scale
 from equipoise.formats import format_span
 
 __all__ = ["pipeline_chart"]

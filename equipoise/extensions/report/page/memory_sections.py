@@ -3,10 +3,10 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from equipoise.extensions.report.page.charts import Line, Mark, line_chart
-from equipoise.extensions.report.page.markup import Markup, hint, legend, section, table, tag
+from equipoise.extensions.common.page.charts import Line, Mark, line_chart
+from equipoise.extensions.common.page.markup import Markup, hint, legend, section, table, tag
+from equipoise.extensions.common.page.scales import Point
 from equipoise.extensions.report.page.record import RunEvent
-from equipoise.extensions.report.page.scales import Point
 from equipoise.extensions.report.page.sections import MOST_CHARTS, event_marks, points_per_line
 from equipoise.extensions.report.page.treemap import style_of, tree_map
 from equipoise.formats import format_bytes

@@ -6,18 +6,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
-from equipoise.extensions.report.page.charts import Boundary, Line, Mark, line_chart
+from equipoise.extensions.common.page.charts import Boundary, Line, Mark, line_chart
+from equipoise.extensions.common.page.markup import Markup, figure, hint, section, table, tag
+from equipoise.extensions.common.page.scales import Point
 from equipoise.extensions.report.page.gantt import pipeline_chart
-from equipoise.extensions.report.page.markup import Markup, figure, hint, join, section, table, tag
 from equipoise.extensions.report.page.record import LearningRateSearch, PipelineStep, ReportSection, RunEvent
-from equipoise.extensions.report.page.scales import Point
 from equipoise.formats import format_bytes, format_count, format_number, format_span
 from equipoise.memory.devices import DeviceInfo
 
 __all__ = [
     "MOST_CHARTS",
     "added_section",
-    "configuration_section",
     "curves_section",
     "devices_section",
     "event_marks",
@@ -37,19 +36,15 @@ _SECTION_POINTS = 9_000
 _MOST_EPOCHS = 5
 _MOST_EVENTS = 200
 _MOST_MARKS = 40
-# Characters of a mark's text, of an event's text, and of a line of the configuration.
+# Characters of a mark's text, and of an event's text.
 _MARK_TEXT = 160
 _EVENT_TEXT = 2000
-_CONFIGURATION_LINE = 1000
-_CONFIGURATION_LINES = 1000
 # Images by the bytes with which they begin.
 _IMAGE_KINDS = {
     b"\x89PNG": "png",
     b"\xff\xd8\xff": "jpeg",
     b"GIF8": "gif",
 }
-# Lines of a configuration that fit without scrolling.
-_SHORT_CONFIGURATION = 24
 
 Curve = Mapping[float, float]
 
@@ -320,26 +315,3 @@ def _picture(name: str, image: bytes) -> Markup | None:
             text = base64.b64encode(image).decode()
             return figure(name, tag("img", src=f"data:image/{kind};base64,{text}", alt=name))
     return None
-
-
-def configuration_section(text: str) -> Markup | None:
-    """Show the configuration with coloured keys."""
-    if not text.strip():
-        return None
-    lines = text.splitlines()
-    shown = lines[:_CONFIGURATION_LINES]
-    if len(lines) > len(shown):
-        shown.append(f"# … {len(lines) - len(shown):,} more lines")
-    style = "configuration"
-    if len(shown) > _SHORT_CONFIGURATION:
-        style += " long"
-    return section("Configuration", tag("pre", join(*map(_coloured, shown)), class_=style))
-
-
-def _coloured(line: str) -> Markup:
-    line = line[:_CONFIGURATION_LINE]
-    # Groups: indentation and the dash of a list, the key with its colon, the rest of the line.
-    match = re.match(r"(\s*(?:- )?)([\w.\-/]+:)(?=\s|$)(.*)", line, re.DOTALL)
-    if match is None:
-        return tag("span", line, "\n")
-    return tag("span", match[1], tag("span", match[2], class_="name"), match[3], "\n")

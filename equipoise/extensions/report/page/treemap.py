@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from equipoise.extensions.report.page.markup import Markup, picture, tag
+from equipoise.extensions.common.page.markup import Markup, picture, tag
 from equipoise.formats import format_bytes, format_quantity
 from equipoise.memory.records import Category, Composition, TensorRecord
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from equipoise.extensions.report.page.page import write_page
-from equipoise.extensions.report.page.scales import Point, thin
+from equipoise.extensions.common.page.page import write_page
+from equipoise.extensions.common.page.scales import Point, thin
 from equipoise.extensions.report.run_file.plain_json import as_json
 from equipoise.interop.remote.paths import AnyPath
 

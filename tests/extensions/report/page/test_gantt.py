@@ -7,7 +7,7 @@ from typing import Any
 from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.report.page.page import render_report
 from equipoise.extensions.report.page.record import PipelineStep, RunRecord
-from tests.extensions.report.page.parsing import Element, parse
+from tests.extensions.common.page.parsing import Element, parse
 
 
 def span(stage: int, micro_batch: int, begin: float, end: float, *, backward: bool = False) -> Span:

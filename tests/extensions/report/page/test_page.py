@@ -18,7 +18,7 @@ from equipoise.extensions.report.page.record import PipelineStep, RunEvent, RunR
 from equipoise.extensions.report.page.sections import curves_section
 from equipoise.memory.devices import DeviceInfo
 from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, TensorRecord
-from tests.extensions.report.page.parsing import Element, check_closed, parse, sections
+from tests.extensions.common.page.parsing import Element, check_closed, parse, sections
 
 START = datetime(2026, 3, 14, 9, 26, 53)
 PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")

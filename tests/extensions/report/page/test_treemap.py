@@ -8,7 +8,7 @@ import pytest
 
 from equipoise.extensions.report.page.treemap import Box, fold, squarify, tree_map
 from equipoise.memory.records import CATEGORIES, Composition, TensorRecord
-from tests.extensions.report.page.parsing import Element, parse
+from tests.extensions.common.page.parsing import Element, parse
 
 
 def holder(module: str, nbytes: int, **given: object) -> TensorRecord:

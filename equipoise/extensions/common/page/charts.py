@@ -1,4 +1,4 @@
-"""Line charts of the report, as SVG.
+"""Line charts of a page, as SVG.
 
 Across, everything is a share of the width: lines lie in an inner picture that is stretched, words and dots stand at
 percentages. Down, everything is a number of pixels.
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from equipoise.extensions.report.page.markup import Markup, figure, hint, join, legend, picture, tag, word_column
-from equipoise.extensions.report.page.scales import Point, Scale, make_scale, thin
+from equipoise.extensions.common.page.markup import Markup, figure, hint, join, legend, picture, tag, word_column
+from equipoise.extensions.common.page.scales import Point, Scale, make_scale, thin
 from equipoise.formats import Unit, format_quantity
 
 __all__ = ["Boundary", "Line", "Mark", "line_chart", "path_through", "stretched", "tick_words"]
@@ -113,7 +113,9 @@ def line_chart(
         has_legend: Name the lines above the figure. Default: True; a page may name them itself.
         most_dots: Each point of a line with at most this number of points gets a dot. Default: 40.
     """
-    names = _legend(lines) if has_legend else None
+    names = None
+    if has_legend:
+        names = _legend(lines)
     place = _magnitude if log_across else float
     drawable = [_drawable(line, most_points, place) for line in lines]
     finite = _finite_points(drawable)

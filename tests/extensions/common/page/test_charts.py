@@ -1,4 +1,4 @@
-"""Lines, axes and numbers of a report's figures."""
+"""Lines, axes and numbers of a page's figures."""
 
 import math
 import random
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.extensions.report.page.charts import Boundary, Line, Mark, line_chart
-from equipoise.extensions.report.page.markup import section
-from equipoise.extensions.report.page.page import html_page, page_header
-from equipoise.extensions.report.page.scales import make_scale, thin
-from tests.extensions.report.page.parsing import Element, parse
+from equipoise.extensions.common.page.charts import Boundary, Line, Mark, line_chart
+from equipoise.extensions.common.page.markup import section
+from equipoise.extensions.common.page.page import html_page, page_header
+from equipoise.extensions.common.page.scales import make_scale, thin
+from tests.extensions.common.page.parsing import Element, parse
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -1,0 +1,1 @@
+"""Pages and charts: one file each, complete in itself."""
