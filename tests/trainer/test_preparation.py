@@ -53,7 +53,7 @@ def test_a_subclass_may_save_checkpoints_in_its_own_way(monkeypatch: pytest.Monk
     run.parts.state.begin(TrainerFn.FITTING)
     run.parts.state.training = True
     with pytest.raises(SIGTERMException):
-        run.parts.fit_loop.end.in_training()
+        run.parts.fit_loop.stopping.end_on_signal()
     assert run.saved.name == "slurm-7.ckpt"
 
 

@@ -5,56 +5,55 @@ Schedulers that watch a value step here as well, and reasons to stop are examine
 
 from collections.abc import Callable
 
-from lightning.pytorch import LightningModule
-
-from equipoise.parallel.communication.agreements import is_true_in_any
-from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
-from equipoise.trainer.runtime.signals import EndOnSignal
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["AfterBatch"]
 
 
 class AfterBatch:
-    """Does what is due after a batch, and returns whether the epoch ends there. One object serves one epoch."""
+    """Does what is due after a batch, and returns whether the epoch ends there. One object serves one epoch.
+
+    Args:
+        state: The settings.
+        hooks: The hooks.
+        logger_output: Hands logged values to the loggers.
+        fit: The state of training.
+        schedulers: Step the learning-rate schedulers.
+        schedule: Decides after which batches validation runs.
+        validate: Validates; it receives whether an accumulation window has ended. None: this epoch has no validation.
+        note_replicas: Called after the first optimiser step of a run of several processes.
+    """
 
     def __init__(
         self,
         state: RunState,
-        module: LightningModule,
-        strategy: Strategy,
         hooks: Hooks,
         logger_output: LoggerOutput,
         fit: FitState,
         schedulers: Schedulers,
         schedule: ValidationSchedule,
-        end: EndOnSignal,
         *,
-        validates: bool,
-        validate: Callable[[bool], None],
+        validate: Callable[[bool], None] | None,
         note_replicas: Callable[[], None],
     ) -> None:
-        self.strategy = strategy
         self.logs = logger_output.logs
-        self.end = end
         self.fit = fit
         self.state = state
         self.progress = fit.progress
         self.schedulers = schedulers
         self.note_replicas = note_replicas
-        self.validate = hooks.wrapped(validate, "validation")
+        self.validate = None if validate is None else hooks.wrapped(validate, "validation")
         self.log_metrics = hooks.wrapped(logger_output.log_metrics, "log_metrics")
         self.stopping = schedule.stopping
         self.schedule = schedule
-        self.validates = validates
         # The list itself: callbacks may add to it.
         self.scheduled = state.lr_scheduler_configs
-        self.steps = fit.progress.steps(automatic=module.automatic_optimization)
+        self.steps = schedule.stopping.steps
         self.log_every = 1 if state.fast_dev_run else state.log_every_n_steps
         self.writes = bool(state.loggers or state.metric_listeners) and self.log_every > 0
 
@@ -81,7 +80,7 @@ class AfterBatch:
             if is_logged_step or state.should_stop:
                 self.log_metrics(self.logs.step_metrics())
         # 2. Validation, and the schedulers that may watch its values.
-        if self.validates and validate and self.schedule.is_due(index):
+        if self.validate is not None and validate and self.schedule.is_due(index):
             self.validate(last)
         if last:
             if self.scheduled:
@@ -94,20 +93,14 @@ class AfterBatch:
                 logger.save()
             done = done or self.stopping.may_stop()
         if state.received_sigterm and not done:
-            self.end.in_training()
+            self.stopping.end_on_signal()
         return done
 
     def _meet(self, last: bool) -> None:
         """Exchange what the processes exchange after a few batches alone."""
         if self.fit.is_uneven:
-            self._share_request()
+            self.fit.mark_uneven(False)
+            self.stopping.share_request()
         if self.fit.awaits_step and last:
             self.fit.await_step(False)
             self.note_replicas()
-
-    def _share_request(self) -> None:
-        """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""
-        self.fit.mark_uneven(False)
-        state = self.state
-        if is_true_in_any(state.should_stop, self.strategy.processes) and not state.should_stop:
-            state.should_stop = True

@@ -71,11 +71,10 @@ class FitLoop:
     hooks: Hooks
     data: RunData
     training_steps: TrainingSteps
-    end: EndOnSignal
+    stopping: Stopping
     position: PositionOfRun
     hook_state: HookState
     schedulers: Schedulers
-    stopping: Stopping
     weight: BatchWeight
     optimization: "AutomaticOptimization | ManualOptimization"
 
@@ -125,7 +124,7 @@ class FitLoop:
         self.hooks = hooks
         self.data = data
         self.training_steps = training_steps
-        self.end = end
+        self.stopping = Stopping(self.state, module, strategy.processes, self.fit, end)
         self.later_files = set()
         self.last_writes = {}
         self.position = PositionOfRun(self.state, module, strategy, hooks, self.logs, self.fit, self.val_loop)
@@ -154,7 +153,6 @@ class FitLoop:
         hooks = self.hooks
         # 1. Bind what belongs to this run, and request the loaders.
         self.schedulers = Schedulers(self.state, module, strategy.processes, hooks, self.logs, self._awaits_validation)
-        self.stopping = Stopping(self.state, module, self.fit)
         self.weight = BatchWeight(splitter_of(strategy, module), strategy.processes.data.world_size)
         self.training_steps.begin()
         self.load_data()
@@ -337,6 +335,13 @@ class FitLoop:
 
     def _run_epoch(self) -> None:
         assert self.loss_watch is not None
+        self.optimization = self.training_steps.of_epoch(
+            self.fit.window,
+            self.weight,
+            skip_backward=self.fit.skip_backward,
+            count_skipped=self.loss_watch.count_skipped,
+        )
+        self._close_epoch_hooks = self.optimization.close
         epoch = TrainingEpoch(
             self.state,
             self.strategy,
@@ -345,14 +350,12 @@ class FitLoop:
             self.data,
             self.fit,
             schedulers=self.schedulers,
-            training_steps=self.training_steps,
-            weight=self.weight,
+            optimization=self.optimization,
             loss_watch=self.loss_watch,
             after_batch=self._after_batch(),
         )
-        self.optimization = epoch.optimization
-        self._close_epoch_hooks = self.optimization.close
-        if not epoch.is_stopped():
+        # A hook of the epoch's start may have asked training to stop.
+        if not self.state.should_stop or not self.stopping.may_stop():
             if self.uncounted_steps is not None:
                 self.uncounted_steps.begin_epoch()
             epoch.run()
@@ -363,16 +366,12 @@ class FitLoop:
     def _after_batch(self) -> AfterBatch:
         return AfterBatch(
             self.state,
-            self.module,
-            self.strategy,
             self.hooks,
             self.logger_output,
             self.fit,
             self.schedulers,
             self._schedule(),
-            self.end,
-            validates=self.validates_in_epoch,
-            validate=self._validate,
+            validate=self._validate if self.validates_in_epoch else None,
             note_replicas=self._note_replicas,
         )
 
@@ -415,7 +414,7 @@ class FitLoop:
         if self.replica_check is not None:
             self.replica_check.compare(self.global_step, buffers=all_have_trained)
         if self.state.received_sigterm:
-            self.end.in_training()
+            self.stopping.end_on_signal()
 
     def _hand_on_epoch(self) -> None:
         """Let schedulers and loggers see the epoch's values, and forget them."""

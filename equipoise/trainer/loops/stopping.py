@@ -1,29 +1,53 @@
-"""Decide whether training ends: limits, and `trainer.should_stop`."""
+"""Decide whether training ends: limits, `trainer.should_stop`, and signals."""
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.notices import rank_zero_warn
+from equipoise.parallel.communication.agreements import is_true_in_any
+from equipoise.parallel.communication.processes import Processes
 from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.runtime.signals import EndOnSignal
+from equipoise.trainer.state.progress import Progress
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["Stopping"]
 
 
 class Stopping:
-    """Decides when training ends."""
+    """Decides when training ends.
 
-    def __init__(self, state: RunState, module: LightningModule, fit: FitState) -> None:
+    Args:
+        state: The limits, and the requests to stop.
+        module: The user's module.
+        processes: The processes of the run.
+        fit: The state of training.
+        end: Ends the run after a signal.
+
+    Attributes:
+        end_on_signal: Ends the run here, once a signal came and all processes end after the same batch.
+    """
+
+    def __init__(
+        self, state: RunState, module: LightningModule, processes: Processes, fit: FitState, end: EndOnSignal
+    ) -> None:
         self.state = state
         self.module = module
+        self.processes = processes
         self.fit = fit
+        self.end_on_signal = end.in_training
         # The name of the limit that is reached.
         self._limit = ""
 
     @property
+    def steps(self) -> Progress:
+        """The counter of optimiser steps."""
+        return self.fit.progress.steps(automatic=self.module.automatic_optimization)
+
+    @property
     def global_step(self) -> int:
         """Number of optimiser steps done."""
-        return self.fit.progress.global_step(self.module)
+        return self.steps.completed
 
     def is_over(self) -> bool:
         """Return True if training ends here, between two epochs."""
@@ -61,6 +85,12 @@ class Stopping:
         state = self.state
         enough_epochs = self.fit.progress.epoch.current.processed >= (state.min_epochs or 0)
         return enough_epochs and self.global_step >= (state.min_steps or 0)
+
+    def share_request(self) -> None:
+        """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""
+        state = self.state
+        if is_true_in_any(state.should_stop, self.processes) and not state.should_stop:
+            state.should_stop = True
 
     def may_stop(self) -> bool:
         """Return True if training may end after a request to stop; if it may not, report that once."""

@@ -1,7 +1,7 @@
 """The loop over the batches of a training epoch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from equipoise.parallel.communication.agreements import is_true_in_any
 from equipoise.strategies.strategy import Strategy
@@ -10,11 +10,13 @@ from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.after_batch import AfterBatch
 from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.optimization.automatic import AutomaticOptimization
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
-from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
-from equipoise.trainer.optimization.training_steps import TrainingSteps
 from equipoise.trainer.runtime.run_data import RunData
 from equipoise.trainer.state.run_state import RunState
+
+if TYPE_CHECKING:
+    from equipoise.trainer.optimization.manual import ManualOptimization
 
 __all__ = ["TrainingEpoch"]
 
@@ -30,13 +32,9 @@ class TrainingEpoch:
         data: The data of the run.
         fit: The state of training, its stream open.
         schedulers: Step the learning-rate schedulers.
-        training_steps: Creates what takes the steps.
-        weight: Finds the weight of a batch in its accumulation window.
+        optimization: Takes the steps.
         loss_watch: Reports a loss that is not finite.
         after_batch: Does what is due after a batch, and returns whether the epoch ends there.
-
-    Attributes:
-        optimization: Takes the steps.
     """
 
     def __init__(
@@ -49,8 +47,7 @@ class TrainingEpoch:
         fit: FitState,
         *,
         schedulers: Schedulers,
-        training_steps: TrainingSteps,
-        weight: BatchWeight,
+        optimization: "AutomaticOptimization | ManualOptimization",
         loss_watch: LossWatch,
         after_batch: AfterBatch,
     ) -> None:
@@ -62,13 +59,11 @@ class TrainingEpoch:
         self.fit = fit
         self.progress = fit.progress
         self.schedulers = schedulers
+        self.optimization = optimization
         self.loss_watch = loss_watch
         self.after_batch = after_batch
         # Called in place of on_train_batch_end where only other processes have a batch.
         self._idle_end = hooks.bind_deciders("on_train_batch_end")
-        self.optimization = training_steps.of_epoch(
-            fit.window, weight, skip_backward=fit.skip_backward, count_skipped=loss_watch.count_skipped
-        )
 
     def run(self) -> None:
         """Run the batches."""
@@ -182,10 +177,6 @@ class TrainingEpoch:
         self.logs.forget_steps()
         if self._idle_end is not None:
             self._idle_end({}, None, index)
-
-    def is_stopped(self) -> bool:
-        """Return True if a hook of the epoch's start has asked training to stop."""
-        return self.state.should_stop and self.after_batch.stopping.may_stop()
 
     def skip_rest(self) -> None:
         """End the epoch before a batch for which `on_train_batch_start` returned -1."""
