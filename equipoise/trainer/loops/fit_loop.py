@@ -53,7 +53,7 @@ class FitLoop:
 
     Attributes:
         has_begun: Whether a run has begun.
-        position: Collects the position of the present run for checkpoints.
+        position: Collects the position of the present run for checkpoints, and restores it.
         fit: State that outlives a run, so that a second `fit` continues where the first ended.
         resumption: Continues an epoch that an earlier process began; None if there is none.
         optimization: Takes the steps of the present or last epoch.
@@ -138,13 +138,14 @@ class FitLoop:
             loop_state: The `fit_loop` entry of the checkpoint.
             ours: The entry under our own key; empty for a checkpoint of Lightning.
         """
-        from equipoise.trainer.loops.resumption import resume
+        from equipoise.trainer.loops.cut_hook import CutHook
+        from equipoise.trainer.loops.resumption import Resumption, saved_position
 
         self.fit.run = ours.get("run", self.fit.run)
         self.fit.switches.turned = ours.get("switches", {})
-        self.resumption = resume(
-            self.state, self.module, self.strategy, self.hooks, self.logs, self.fit, self.val_loop, loop_state, ours
-        )
+        saved = saved_position(self.state, self.module, self.strategy.processes, self.fit, loop_state, ours)
+        cut_hook = CutHook(self.state, self.module, self.strategy, self.hooks, self.logs, self.fit, saved.written_in)
+        self.resumption = Resumption(self.fit, self.val_loop, cut_hook, saved)
 
     def run(self) -> None:
         """Train until `max_epochs`, `max_steps`, `max_time` or a request to stop."""
@@ -491,12 +492,12 @@ class FitLoop:
     def _close_epoch(self, resumption: "Resumption") -> None:
         """Run the rest of an epoch whose last hook wrote the checkpoint."""
         if resumption.position is not None:
-            resumption.load_logs()
+            self.position.load_logs(resumption.position)
             self.logs.end_batches()
             resumption.load_random_state()
             # Checkpoint callbacks read how many batches there are.
             self._load_validation_data()
-            resumption.finish_hook("on_train_epoch_end")
+            resumption.cut_hook.finish("on_train_epoch_end")
             self._hand_on_epoch()
         self.fit.progress.epoch.current.complete()
 
@@ -505,12 +506,13 @@ class FitLoop:
         position = resumption.position
         # 1. The values that the epoch has logged.
         if position is not None and not resumption.at_epoch_end:
-            resumption.load_logs()
+            self.position.load_logs(position)
             self.logs.in_batches = resumption.in_epoch and self.fit.progress.batch.current.ready > 0
         # 2. The order of the batches.
         if resumption.in_epoch:
             self._begin_epoch()
-            resumption.load_gradients()
+            if position is not None:
+                self.position.load_gradients(position)
         elif position is not None and position["order_drawn"]:
             # That of the first epoch is drawn before on_train_epoch_start.
             self._start_stream()
@@ -531,15 +533,17 @@ class FitLoop:
         last = ends or (index + 1) % self.state.accumulate_grad_batches == 0
         # 1. The checkpoint was written after the batch.
         if resumption.batch_unfinished:
-            resumption.end_batch(index)
+            resumption.cut_hook.finish_batch(index)
             batch.set(index + 1)
             return self._after_batch()(index, last, ends)
         if not resumption.in_validation:
             return False
         # 2. It was written in a validation, which ends now or begins anew.
         has_validated = resumption.has_validated()
-        if has_validated:
-            resumption.end_validation()
-        else:
-            resumption.restore_before_validation()
+        if resumption.position is not None:
+            if has_validated:
+                resumption.cut_hook.finish_validation()
+                self.position.load_after_validation(resumption.position)
+            else:
+                self.position.load_before_validation(resumption.position)
         return self._after_batch()(index, last, ends, write=False, validate=not has_validated)

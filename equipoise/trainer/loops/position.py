@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
-from equipoise.interop.metrics import metric_states
+from equipoise.interop.metrics import load_metric_states, metric_states
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.strategies.strategy import Strategy
+from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import is_plain
+from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
-from equipoise.trainer.data.loader_state import random_state_of
+from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.fit_state import FitState
@@ -30,7 +32,7 @@ __all__ = ["PositionOfRun"]
 
 
 class PositionOfRun:
-    """The position of a training run, collected when a checkpoint is written or an epoch is left.
+    """The position of a training run, collected when a checkpoint is written or an epoch is left, and restored.
 
     Args:
         state: Contains the optimisers and the requests to stop.
@@ -118,6 +120,40 @@ class PositionOfRun:
             "hook_state": self._fit.hook_state.changes(),
             "val_loaders": self._val_loop.loaders_state(),
         }
+
+    # Of a checkpoint.
+
+    def load_logs(self, position: dict[str, Any]) -> None:
+        """Restore the values that the epoch had logged, and the states of the metrics."""
+        with loading(OUR_KEY):
+            self._logs.load_state_dict(position["logs"], self._fit.collection, named_metrics(self._module))
+        load_metric_states(self._module, position["metrics"])
+
+    def load_gradients(self, position: dict[str, Any]) -> None:
+        """Restore the gradients of an unfinished accumulation window; there are none between two windows."""
+        self._strategy.portable.load_gradients(self._state.optimizers, position["gradients"])
+
+    def load_before_validation(self, position: dict[str, Any]) -> None:
+        """Restore the state before a validation that was killed, which begins anew."""
+        before = position["before_validation"]
+        if before:
+            assert self._fit.hook_state is not None
+            load_random_state(self._fit.data.flat, before["random_state"])
+            load_metric_states(self._module, before["metrics"])
+            self._fit.hook_state.restore(before.get("hook_state", {}))
+
+    def load_after_validation(self, position: dict[str, Any]) -> None:
+        """Reset the metrics that a validation has logged. Training continues with those that it logs, too."""
+        metrics = named_metrics(self._module)
+        trained = {id(entry.metric) for entry in self._fit.collection.entries.values()}
+        before = position["before_validation"].get("metrics", {})
+        states = {}
+        for name in position["metrics_of_validation"]:
+            if name in metrics:
+                metrics[name].reset()
+                if id(metrics[name]) in trained and name in before:
+                    states[name] = before[name]
+        load_metric_states(self._module, states)
 
 
 def _storable_ahead(stream: BatchStream | None) -> list[Any]:

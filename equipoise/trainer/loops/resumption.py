@@ -13,48 +13,56 @@ yields them now.
     or after it                   the rest of an epoch that max_steps had cut short, if the limits now allow more
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.checkpoint_hooks import finish_save
-from equipoise.interop.metrics import load_metric_states
-from equipoise.interop.module_metrics import named_metrics
-from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.snapshot import random_state
-from equipoise.parallel.snapshot.plain.copies import copied
-from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.layout import OUR_KEY
 from equipoise.trainer.data.batch_stream import NOTHING
 from equipoise.trainer.data.loader_state import load_random_state
-from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
-from equipoise.trainer.hooks.hooks import Hooks, state_key_of
-from equipoise.trainer.logging.logs import Logs
+from equipoise.trainer.hooks.hooks import state_key_of
+from equipoise.trainer.loops.cut_hook import CutHook, WrittenIn
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.state.run_state import RunState
 
 if TYPE_CHECKING:
     from equipoise.trainer.evaluation.evaluation_loop import EvaluationLoop
 
-__all__ = ["Resumption", "resume"]
+__all__ = ["Resumption", "SavedPosition", "saved_position"]
 
 
-def resume(
+class SavedPosition(NamedTuple):
+    """Where a checkpoint was written, for one process.
+
+    Attributes:
+        position: The position that `PositionOfRun` returned; None for a checkpoint of Lightning.
+        loader_states: The states of the training loaders that have one.
+        written_in: The hook in which a checkpoint callback wrote the file; None if none did, or it is called again.
+        number: Number by which random generators are separated from those of rank 0; 0: the checkpoint holds those of
+            this process.
+    """
+
+    position: dict[str, Any] | None
+    loader_states: list[Any]
+    written_in: WrittenIn | None
+    number: int
+
+
+def saved_position(
     state: RunState,
     module: LightningModule,
-    strategy: Strategy,
-    hooks: Hooks,
-    logs: Logs,
+    processes: Processes,
     fit: FitState,
-    val_loop: "EvaluationLoop",
     loop_state: dict[str, Any],
     ours: dict[str, Any],
-) -> "Resumption":
-    """Prepare training to continue from a checkpoint, once its counters are loaded; see `FitLoop.resume`."""
+) -> SavedPosition:
+    """Return where training continues from a checkpoint, once its counters are loaded; see `FitLoop.resume`.
+
+    Early stopping that had ended the run has asked to stop again, and an epoch that a limit has cut short is open.
+    """
     # 1. The position of the first process.
     position = ours.get("position")
     positions = ours.get("positions", [])
@@ -77,24 +85,17 @@ def resume(
     number = 0
     if position is not None:
         positions = positions or [position]
-        position = _position_here(module, strategy.processes, positions)
-        rank = strategy.processes.data.rank
-        if rank >= len(positions) and not strategy.processes.has_one_state:
+        position = _position_here(module, processes, positions)
+        rank = processes.data.rank
+        if rank >= len(positions) and not processes.has_one_state:
             number = rank
-    return Resumption(
-        state,
-        module,
-        strategy,
-        hooks,
-        logs,
-        fit,
-        val_loop,
-        position,
-        loop_state,
-        written_in=written_in,
-        saving_states=ours.get("checkpoint_callbacks"),
-        number=number,
-    )
+    # 4. The rest of the hook in which the first process wrote the file.
+    cut = None
+    if position is not None and written_in is not None:
+        name, key = written_in
+        states = (ours.get("checkpoint_callbacks") or {}).get(key, {})
+        cut = WrittenIn(name, key, states, position.get("batch_end", []))
+    return SavedPosition(position, loop_state["state_dict"].get("combined_loader", []), cut, number)
 
 
 def _position_here(
@@ -120,21 +121,13 @@ class Resumption:
     """Restores the position of a checkpoint. It lives until the epoch in which the file was written has ended.
 
     Args:
-        state: Contains the settings, counters and optimisers.
-        module: The user's module.
-        strategy: The strategy.
-        hooks: The hooks.
-        logs: The logged values.
         fit: The state of training, its counters already those of the checkpoint.
         val_loop: The loop that validates inside the fit.
-        position: The position that `position_of` returned; None for a checkpoint of Lightning.
-        loop_state: The `fit_loop` entry of the checkpoint, which may hold states of loaders.
-        written_in: The hook in which a checkpoint callback wrote the file, and the key of that callback.
-        saving_states: The states of the checkpoint callbacks about their files, by their keys. Default: none.
-        number: Number by which random generators are separated from those of rank 0; 0: the checkpoint holds those of
-            this process. Default: 0.
+        cut_hook: Finishes the hook in which the file was written.
+        saved: Where the checkpoint was written.
 
     Attributes:
+        position: The position that `PositionOfRun` returned; None for a checkpoint of Lightning.
         at_epoch_end: Whether a hook of the epoch's end wrote the checkpoint.
         in_epoch: Whether it was written after the start of an epoch and before those hooks.
         batch_unfinished: Whether the work after a batch was not done yet.
@@ -142,36 +135,13 @@ class Resumption:
         in_validation: Whether a hook of a validation between two batches wrote it.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        module: LightningModule,
-        strategy: Strategy,
-        hooks: Hooks,
-        logs: Logs,
-        fit: FitState,
-        val_loop: "EvaluationLoop",
-        position: dict[str, Any] | None,
-        loop_state: dict[str, Any],
-        *,
-        written_in: list[str] | None = None,
-        saving_states: dict[str, Any] | None = None,
-        number: int = 0,
-    ) -> None:
-        self.state = state
-        self.module = module
-        self.strategy = strategy
-        self.hooks = hooks
-        self.logs = logs
+    def __init__(self, fit: FitState, val_loop: "EvaluationLoop", cut_hook: CutHook, saved: SavedPosition) -> None:
         self.fit = fit
-        self.val_loop = val_loop
-        self.position = position
-        self.written_in = written_in
-        self.saving_states = saving_states or {}
-        self.number = number
+        self.cut_hook = cut_hook
+        self.saved = saved
+        position = self.position = saved.position
         assert fit.hook_state is not None
         self.hook_state = fit.hook_state
-        self.loader_states: list[Any] = loop_state["state_dict"].get("combined_loader", [])
         # 1. Where the checkpoint was written, by Lightning's counters.
         epoch = fit.progress.epoch.current
         batch = fit.progress.batch.current
@@ -238,9 +208,9 @@ class Resumption:
         """Restore the epoch in which the training loaders were requested, and the start of their workers."""
         if self.position is None:
             return
-        saved = self.position.get("loaders")
-        if saved is not None:
-            self.fit.data.restore_request(saved["loaded_at"], saved["workers"])
+        loaders = self.position.get("loaders")
+        if loaders is not None:
+            self.fit.data.restore_request(loaders["loaded_at"], loaders["workers"])
 
     def start_stream(self) -> None:
         """Continue the epoch's stream after the batches that were read, every generator as before its order."""
@@ -253,9 +223,9 @@ class Resumption:
             self.hook_state.restore_order()
         # 2. The order is drawn anew, or its rest read.
         if self.in_epoch:
-            data.resume_stream(self.loader_states, seen, self._batch_ahead())
+            data.resume_stream(self.saved.loader_states, seen, self._batch_ahead())
         else:
-            data.resume_stream(self.loader_states, None)
+            data.resume_stream(self.saved.loader_states, None)
 
     def _batch_ahead(self) -> Any:
         """Return the batch that had been read ahead; `NOTHING` if it is unknown, or is not the next one."""
@@ -269,105 +239,5 @@ class Resumption:
         """Restore every generator to its state when the checkpoint was written."""
         if self.position is not None:
             load_random_state(self.fit.data.flat, self.position["random_state"])
-            if self.number:
-                random_state.fork(self.number)
-
-    def load_logs(self) -> None:
-        """Restore the values that the epoch had logged, and the states of the metrics."""
-        if self.position is None:
-            return
-        with loading(OUR_KEY):
-            self.logs.load_state_dict(self.position["logs"], self.fit.collection, named_metrics(self.module))
-        load_metric_states(self.module, self.position["metrics"])
-
-    def load_gradients(self) -> None:
-        """Restore the gradients of an unfinished accumulation window."""
-        # There are none between two windows.
-        if self.position is not None:
-            self.strategy.portable.load_gradients(self.state.optimizers, self.position["gradients"])
-
-    def restore_before_validation(self) -> None:
-        """Restore the state before a validation that was killed, which begins anew."""
-        if self.position is not None and self.position["before_validation"]:
-            before = self.position["before_validation"]
-            load_random_state(self.fit.data.flat, before["random_state"])
-            load_metric_states(self.module, before["metrics"])
-            self.hook_state.restore(before.get("hook_state", {}))
-
-    def end_validation(self) -> None:
-        """Run the work that follows a validation whose last hook wrote the checkpoint."""
-        if self.position is None:
-            return
-        state = self.state
-        # 1. The checkpoint callbacks after the one that wrote the file, and the module.
-        state.begin_validation()
-        if self.finish_hook("on_validation_end"):
-            self._call_module_in_validation()
-        state.end_validation()
-        # 2. The metrics that the validation has logged. Training continues with those that it logs, too.
-        metrics = named_metrics(self.module)
-        trained = {id(entry.metric) for entry in self.fit.collection.entries.values()}
-        before = self.position["before_validation"].get("metrics", {})
-        states = {}
-        for name in self.position["metrics_of_validation"]:
-            if name in metrics:
-                metrics[name].reset()
-                if id(metrics[name]) in trained and name in before:
-                    states[name] = before[name]
-        load_metric_states(self.module, states)
-
-    def _call_module_in_validation(self) -> None:
-        """Call the module's `on_validation_end` with gradients off and in its modes of evaluation."""
-        hooks = self.hooks
-        call = hooks.bind_module("on_validation_end")
-        if call is None:
-            return
-        with without_gradients(inference_mode=False), Modes(self.module) as modes:
-            hooks.call_module("on_validation_model_eval")
-            call()
-            modes.restore(self.module)
-
-    def end_batch(self, index: int) -> None:
-        """Run the rest of `on_train_batch_end`, if a checkpoint callback wrote the file in it.
-
-        Args:
-            index: The index of the batch in the epoch.
-        """
-        name = "on_train_batch_end"
-        call = self.hooks.bind_module(name)
-        if not self.finish_hook(name, {}, None, index) or call is None or self.position is None:
-            return
-        arguments = self.position.get("batch_end", [])
-        if arguments is None:
-            rank_zero_warn(
-                f"The resumed run does not call the module's `{name}` of batch {index}, before which its checkpoint was"
-                " written: a file holds no batches or outputs other than tensors, numbers, texts and plain containers"
-                f" of them. Count and collect in `training_step` or `on_train_epoch_end` instead of `{name}`."
-            )
-        elif arguments:
-            outputs, batch, batch_idx = copied(arguments, self.strategy.root_device)
-            self.logs.begin_batch(batch, None, self.fit.data.open_stream.counts.of(index))
-            call(outputs, batch, batch_idx)
-            self.logs.end_batch()
-
-    def finish_hook(self, name: str, *args: Any) -> bool:
-        """Finish the hook in which a checkpoint callback wrote the file, and call that of those after it.
-
-        Args:
-            name: The hook. Nothing is called if the file was written in another.
-            args: Its arguments.
-
-        Returns:
-            True if the file was written in this hook.
-        """
-        if self.written_in is None or self.written_in[0] != name:
-            return False
-        hooks = self.hooks
-        key = self.written_in[1]
-        for callback in hooks.callbacks:
-            if state_key_of(callback) == key and hooks.fit is not None:
-                finish_save(callback, hooks.trainer, hooks.fit, self.saving_states.get(key, {}))
-        call = hooks.bind_checkpoints_after(name, key)
-        if call is not None:
-            call(*args)
-        return True
+            if self.saved.number:
+                random_state.fork(self.saved.number)
