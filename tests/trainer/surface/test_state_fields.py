@@ -2,12 +2,14 @@
 
 import inspect
 from dataclasses import fields
+from typing import get_args, get_type_hints
 
 import pytest
 
 from equipoise import Trainer
 from equipoise.errors import ConfigurationError
 from equipoise.trainer.state.run_state import RunState
+from equipoise.trainer.surface.state_fields import StateFields
 from tests.support.trainer_runs import trainer
 
 # Under another name, or read as what follows from them.
@@ -21,6 +23,11 @@ def test_every_field_of_the_state_can_be_read_from_the_trainer(name: str) -> Non
     value = getattr(run, RENAMED.get(name, name))
     if name not in COMPUTED:
         assert value is getattr(run.run_state, name)
+
+
+@pytest.mark.parametrize("name", sorted(get_type_hints(RunState).keys() & vars(StateFields).keys() - {"loggers"}))
+def test_a_name_has_the_type_of_its_field(name: str) -> None:
+    assert get_args(vars(StateFields)[name].__orig_class__) == (get_type_hints(RunState)[name],)
 
 
 def test_computed_values_cannot_be_written() -> None:
