@@ -6,6 +6,7 @@ current hook, which `self.log` reads, and returns the module's result. A hook th
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback as LightningCallback
@@ -365,8 +366,12 @@ class Hooks:
         if not self.is_profiled:
             return self.wrapped(method, action)
         profile = self.profiler.profile
+        thread = get_ident()
 
         def profiled(*args: Any, **kwargs: Any) -> Any:
+            # A profiler works in one thread, and the steps of a pipeline's micro-batches run in others.
+            if get_ident() != thread:
+                return method(*args, **kwargs)
             with profile(action):
                 return method(*args, **kwargs)
 
