@@ -21,6 +21,7 @@ from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
 from equipoise.extensions.pipeline.forward.layer_lending import computed_on
 from equipoise.extensions.pipeline.forward_patch import ForwardPatch
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
+from equipoise.extensions.pipeline.graph.layer_marks import LayerMarks
 from equipoise.extensions.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.cut import (
@@ -113,6 +114,8 @@ class StagedNetwork:
         self._signature: tuple[str, ...] = ()
         # The stages of recorded forwards.
         self._pipelines: dict[Traced, Pipeline | ProcessPipeline] = {}
+        # The layers of the network, once it is cut.
+        self._marks: LayerMarks | None = None
         # For a network whose forward runs as it is; its stages by the name of the module that is called.
         self._stacked: StackedNetwork | None = None
         self._stack_pipelines: dict[str, StackPipeline] = {}
@@ -230,6 +233,8 @@ class StagedNetwork:
         Raises:
             ConfigurationError: If the network cannot be cut.
         """
+        if self._marks is not None:
+            self._marks.check()
         if self._stacked is None:
             traced = self._traces.find(name, structure)
             if traced is not None and traced in self._pipelines:
@@ -248,6 +253,7 @@ class StagedNetwork:
             self.placement.stop_waiting()
             with self._training_mode():
                 self._choose_cut(name, structure, is_full_batch=is_full_batch)
+            self._marks = LayerMarks({name: self._modules[name]}, contents=False)
 
     def _recorded_pipeline(self, name: str, structure: CallStructure) -> Pipeline | ProcessPipeline:
         """Record a call, and return and keep its stages."""

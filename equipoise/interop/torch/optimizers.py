@@ -5,6 +5,7 @@ Private names stand here with the reason why nothing public does; a test notices
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ __all__ = [
     "may_decide_by_loss",
     "only_parameter",
     "plain_step",
+    "steps_as_torch",
     "unscales_by_itself",
 ]
 
@@ -115,6 +117,23 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
         return unrecorded_step(optimizer)
 
     return step
+
+
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Return True if the step of an optimiser is that of a class of torch, and nothing of the user's runs with it."""
+    attributes = vars(optimizer)
+    own_hooks = [attributes.get(kind, {}).values() for kind in (_PRE_HOOKS, _POST_HOOKS)]
+    hooks = [*chain(*own_hooks), *(_global_pre_hooks or {}).values(), *(_global_post_hooks or {}).values()]
+    if not is_of_torch(optimizer) or not all(map(_is_ours, hooks)):
+        return False
+    # A scheduler notes that its optimiser was stepped, by a function around the step.
+    step = attributes.get("step")
+    is_noted = getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
+    return step is None or (is_noted and step.__wrapped__ is type(optimizer).step)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("equipoise.")
 
 
 def unscales_by_itself(optimizer: Optimizer) -> bool:

@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from inspect import currentframe
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from equipoise.errors import StepError
-from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.tree import leaves_of
 
 __all__ = [
@@ -23,9 +21,10 @@ __all__ = [
     "Unknown",
     "bring_back",
     "is_elsewhere",
+    "is_read_by_user",
     "noted",
     "origin_of",
-    "refuse_gradients_in_hooks",
+    "send_buffer_elsewhere",
     "send_elsewhere",
     "view_of",
 ]
@@ -64,21 +63,23 @@ _VALUE_FREE = {
     "stride",
     "untyped_storage",
 }
+_VALUE_FREE_ATTRIBUTES = {"device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad", "shape"}
 # Functions that return a view, which has no values either.
 _VIEWS = {"detach", "view", "view_as", "expand", "as_subclass"}
 _ALLOWED = _ATTRIBUTES | _VALUE_FREE | _VIEWS
 # Those that have the values of the whole tensor.
 _SAME = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-_READ_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
-
-# Hooks that are for gradients.
-_HOOKS_WITH_GRADIENTS = {
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-}
-# Modules that have parameters elsewhere.
-_modules: WeakSet[nn.Module] = WeakSet()
+# Functions that read or change the gradient. Optimisers and our own modules do so, which know where gradients are.
+_grad: Any = Tensor.grad
+_FOR_GRADIENTS = (
+    _grad.__get__,
+    _grad.__set__,
+    _grad.__delete__,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+)
+# Packages whose functions use gradients for their caller.
+_GO_BETWEENS = {"torch", "lightning", "pytorch_lightning", "collections", "contextlib"}
 
 # What notes operations at present.
 _notes: list[Note] = []
@@ -97,8 +98,8 @@ def _torch_function(
     # With more arguments `type` converts the values.
     reads_type = name == "type" and len(args) == 1 and not kwargs
     if reads_type or name in _ALLOWED:
-        if func == _READ_GRADIENT:
-            _check_no_hook_reads(args[0], currentframe())
+        if func in _FOR_GRADIENTS:
+            _check_reader(args[0])
         result = call(func, types, args, kwargs or {})
         if type(result) is Tensor:
             origin = None
@@ -137,6 +138,28 @@ class _ElsewhereView(Tensor):
     """View of a parameter in another process, as `data` and `detach` return it, or the result of an operation there."""
 
     __torch_function__: Any = classmethod(_torch_function)
+
+
+def _torch_function_of_buffer(
+    cls: type, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a function of torch on a buffer of another process, whose values are fetched if it needs them."""
+    name = getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name in _VALUE_FREE or (name in _ATTRIBUTES and attribute in _VALUE_FREE_ATTRIBUTES):
+        call: Any = nn.Parameter.__torch_function__
+        return call(func, types, args, kwargs or {})
+    for value in leaves_of([args, kwargs]):
+        # The first of them fetches all.
+        if isinstance(value, ElsewhereBuffer):
+            vars(value)["fetch"]()
+    return func(*args, **(kwargs or {}))
+
+
+class ElsewhereBuffer(Tensor):
+    """A buffer in another process. Whatever reads or changes its values fetches those of all buffers."""
+
+    __torch_function__: Any = classmethod(_torch_function_of_buffer)
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
@@ -185,8 +208,21 @@ def send_elsewhere(parameter: nn.Parameter, shape: Tensor) -> None:
         parameter.__class__ = ElsewhereParameter
 
 
+def send_buffer_elsewhere(buffer: Tensor, fetch: Callable[[], None]) -> None:
+    """Mark a buffer as one whose values are in another process.
+
+    Args:
+        buffer: Buffer of this process. One of a class derived from `Tensor` keeps the values that it has.
+        fetch: Brings the values of all buffers back.
+    """
+    if type(buffer) is Tensor:
+        marked: Any = buffer
+        marked.__class__ = ElsewhereBuffer
+        marked.fetch = fetch
+
+
 def bring_back(tensor: Tensor, values: Tensor) -> None:
-    """Set the values of a parameter, and make it an ordinary parameter again.
+    """Set the values of a parameter or buffer, and make it an ordinary one again.
 
     Args:
         tensor: Parameter or buffer.
@@ -196,28 +232,35 @@ def bring_back(tensor: Tensor, values: Tensor) -> None:
     parameter: Any = tensor
     if type(tensor) is ElsewhereParameter:
         parameter.__class__ = nn.Parameter
+    if type(tensor) is ElsewhereBuffer:
+        parameter.__class__ = Tensor
+        del parameter.fetch
     tensor.data = values
 
 
-def refuse_gradients_in_hooks(module: nn.Module) -> None:
-    """Refuse that hooks of a module, or of callbacks, read gradients that are in other processes."""
-    _modules.add(module)
+def is_read_by_user() -> bool:
+    """Return whether the user's code, not ours, called the function that calls the one that calls this."""
+    frame = currentframe()
+    # This function, those two, and functions that read for others.
+    depth = 0
+    while frame is not None and (depth < 3 or _package_of(frame) in _GO_BETWEENS):
+        frame = frame.f_back
+        depth += 1
+    return frame is None or _package_of(frame) != "equipoise"
 
 
-def _check_no_hook_reads(parameter: Tensor, frame: FrameType | None) -> None:
-    """Raise if a hook of the user reads a gradient, which is None; optimisers pass by such parameters.
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
-    Args:
-        parameter: The parameter.
-        frame: The frame that its reader has called. Our own modules know where gradients are.
-    """
-    hooks = {vars(module).get(CURRENT_HOOK) for module in _modules} & _HOOKS_WITH_GRADIENTS
-    reader = None if frame is None else frame.f_back
-    if hooks and (reader is None or not reader.f_globals.get("__name__", "").startswith("equipoise.")):
+
+def _check_reader(parameter: Tensor) -> None:
+    """Raise if the user's code reads or changes a gradient, which is None in this process."""
+    if is_read_by_user():
         raise StepError(
-            f"The gradient of a parameter of another stage ({_description(parameter)}) was read in `{hooks.pop()}`, but"
-            " it lies in another process. Take engine='threads', where all gradients are in this process. Norms and"
-            " values over all stages are clipped by Trainer(gradient_clip_val=...) and `self.clip_gradients`."
+            f"The gradient of a parameter of another stage ({_description(parameter)}) was read, changed or given a"
+            " hook, but it lies in another process. Take engine='threads', where all gradients are in this process."
+            " The trainer zeroes gradients; norms and values over all stages are clipped by"
+            " Trainer(gradient_clip_val=...) and `self.clip_gradients`."
         )
 
 

@@ -44,6 +44,7 @@ class ProcessPipeline:
         schedule: Schedule,
     ) -> None:
         self._commands = processes.commands
+        self._check_layers = processes.check_layers
         self._seeds = processes.seeds
         self._transfer = processes.transfer
         self._program = program
@@ -93,6 +94,7 @@ class ProcessPipeline:
 
         error, _ = self._compute(graphs, compute, None, 1)
         self._messenger.flush()
+        self._transfer.end_step()
 
         # 3. Return the output, or raise the error that came in its place.
         if error is not None:
@@ -114,7 +116,8 @@ class ProcessPipeline:
     def _begin(self, order: StepOrder, inputs: Sequence[Sequence[Tensor]]) -> None:
         """Send the workers an order, and the first of them the inputs of all micro-batches."""
         self._commands.failed = None
-        self._transfer.send_trainable()
+        self._check_layers()
+        self._transfer.begin_step()
         for stage in range(self._count - 1):
             # Stages draw different numbers.
             seed = (order.seed + stage) % (1 << 48)
@@ -161,6 +164,7 @@ class ProcessPipeline:
             spans_of_workers = self._commands.request_all("spans")
         except BaseException as failure:
             error = error or failure
+        self._transfer.end_step()
         if error is not None:
             try:
                 raise error

@@ -15,7 +15,7 @@ from equipoise.interop.torch.modules import is_compiled
 from equipoise.parallel.batches.shares import are_shares
 from equipoise.validation import check_whole
 
-__all__ = ["all_are", "check_arguments", "check_averages", "check_entries", "check_module"]
+__all__ = ["all_are", "check_arguments", "check_entries", "check_for_processes", "check_module"]
 
 
 def check_arguments(
@@ -132,16 +132,22 @@ def check_module(module: nn.Module, *, training: bool) -> None:
         )
 
 
-def check_averages(module: nn.Module) -> None:
-    """Check that callbacks that average weights can do so where layers are in other processes.
+def check_for_processes(module: nn.Module) -> None:
+    """Check that gradients are zeroed, and that callbacks can average weights, where layers are in other processes.
 
     Args:
         module: The user's module.
 
     Raises:
-        ConfigurationError: If StochasticWeightAveraging would reset layers of BatchNorm, or if a trainable parameter
-            has a class of its own.
+        ConfigurationError: If the module zeroes gradients itself, if StochasticWeightAveraging would reset layers of
+            BatchNorm, or if a trainable parameter to be averaged has a class of its own.
     """
+    if is_a(module, LightningModule) and is_overridden("optimizer_zero_grad", module):
+        raise ConfigurationError(
+            f"{type(module).__name__} overrides `optimizer_zero_grad`, but under engine='processes' gradients are"
+            " zeroed in the processes that have them. Leave it out: the trainer zeroes gradients; or take"
+            " engine='threads'."
+        )
     for callback in copying_callbacks(module):
         if is_a(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise ConfigurationError(

@@ -63,6 +63,7 @@ class PipelineRecovery(RecoverySupport):
     def discard(self) -> bool:
         """Discard the gradients of a failed attempt in other processes; see `RecoverySupport.discard`."""
         if self._backend is not None:
+            self._backend.processes.transfer.send_buffers()
             self._backend.processes.commands.send_to_all("discard")
         return False
 

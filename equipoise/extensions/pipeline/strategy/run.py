@@ -58,6 +58,8 @@ class PipelineRun:
         follow = self.follow
         self.follow = None
         if follow is not None:
+            if self.backend is not None:
+                self.backend.collect_gradients()
             follow()
 
     def pass_by(self, step: TrainingStep) -> StepResult:

@@ -24,8 +24,8 @@ from equipoise.extensions.pipeline.schedule.schedule import check_schedule, chec
 from equipoise.extensions.pipeline.strategy.checks import (
     all_are,
     check_arguments,
-    check_averages,
     check_entries,
+    check_for_processes,
     check_module,
 )
 from equipoise.extensions.pipeline.strategy.pipelined_batch import PipelinedBatch
@@ -237,7 +237,7 @@ class PipelineStrategy(Strategy):
         self._is_training = training
         check_module(module, training=training)
         if training and self.engine == "processes":
-            check_averages(module)
+            check_for_processes(module)
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Convert the module; its parts are placed when the network is first called."""

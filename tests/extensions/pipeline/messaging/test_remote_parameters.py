@@ -22,11 +22,10 @@ from equipoise.extensions.pipeline.messaging.remote_parameters import ElsewhereP
         (lambda p: p in {p}, True),
         (lambda p: p in [p], True),
         (lambda p: tuple(p.data.shape), (3, 4)),
-        (lambda p: p.grad, None),
         (lambda p: p.type(), "torch.DoubleTensor"),
         (lambda p: p.is_pinned(), False),
     ],
-    ids=["shape", "len", "numel", "dtype", "nbytes", "set", "list", "data", "grad", "type", "is_pinned"],
+    ids=["shape", "len", "numel", "dtype", "nbytes", "set", "list", "data", "type", "is_pinned"],
 )
 def test_questions_that_need_no_values_are_answered(question: Callable[[Tensor], Any], answer: Any) -> None:
     parameter = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
@@ -55,3 +54,23 @@ def test_values_are_refused_until_they_are_back() -> None:
             read(parameter)
     bring_back(parameter, torch.full((3, 4), 2.0, dtype=torch.float64))
     assert parameter.sum().item() == 24.0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.grad,
+        lambda p: setattr(p, "grad", None),
+        lambda p: delattr(p, "grad"),
+        lambda p: p.register_hook(torch.neg),
+        lambda p: nn.utils.clip_grad_norm_(p, 1.0),
+        lambda p: torch.optim.SGD([p]).zero_grad(),
+        lambda p: torch.optim.SGD([p]).step(),
+    ],
+    ids=["read", "set", "delete", "hook", "clip", "zero", "step"],
+)
+def test_gradients_are_refused(use: Callable[[Tensor], Any]) -> None:
+    parameter = nn.Parameter(torch.ones(3, 4))
+    send_elsewhere(parameter, parameter.detach())
+    with pytest.raises(StepError, match=r"gradient of a parameter of another stage.*engine='threads'"):
+        use(parameter)

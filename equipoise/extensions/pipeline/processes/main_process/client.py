@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.extensions.pipeline.graph.layer_marks import LayerMarks
 from equipoise.extensions.pipeline.graph.stage_spec import describe, used_parts
 from equipoise.extensions.pipeline.graph.stages import StageProgram
 from equipoise.extensions.pipeline.graph.training_modes import modes_of
@@ -50,6 +51,7 @@ class StageClient:
         # For the identity of a submodule its name, and for each worker the names of the layers that it has received.
         self._names: dict[int, str] = {}
         self._sent_layers: list[set[str]] = []
+        self._marks: list[LayerMarks] = []
 
     def begin(self, module: nn.Module, before_move: Callable[[], None], copies: Iterable[nn.Module] = ()) -> None:
         """Begin with a module, all of which is still in this process.
@@ -66,6 +68,7 @@ class StageClient:
         self.transfer = TensorTransfer(commands, self.placement, before_move)
         self._names = {id(submodule): name for name, submodule in module.named_modules()}
         self._sent_layers = [set() for _ in range(commands.last)]
+        self._marks = []
         commands.send_to_all("begin", self.placement.specs())
 
     def end(self) -> None:
@@ -132,6 +135,13 @@ class StageClient:
             modes,
         )
         sent_layers.update(new_layers)
+        modules = {name: layer for name, layer in new_layers.items() if isinstance(layer, nn.Module)}
+        self._marks.append(LayerMarks(modules, contents=True))
+
+    def check_layers(self) -> None:
+        """Raise a StepError if a layer was changed after it was sent; see `LayerMarks`."""
+        for marks in self._marks:
+            marks.check()
 
 
 def _layers_of(programs: Sequence[StageProgram], root: nn.Module) -> dict[str, Any]:

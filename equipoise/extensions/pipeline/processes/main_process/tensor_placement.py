@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.errors import StepError
 from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.extensions.pipeline.messaging.commands import TensorSpec
 
@@ -105,6 +106,12 @@ class TensorPlacement:
             for tensor in parameters_and_buffers(layer):
                 key = self.key_of(tensor)
                 # A forward may use tensors that are not the module's.
+                if key is None and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                    raise StepError(
+                        f"The network uses a parameter of shape {tuple(tensor.shape)} that its module did not have when"
+                        " the run began, so no other process trains it. Make it before the run, for instance in"
+                        " `configure_model`, or take engine='threads'."
+                    )
                 if key is not None:
                     keys.add(key)
                     keys.update(self._copies.get(key, ()))

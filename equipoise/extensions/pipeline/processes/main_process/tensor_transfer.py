@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.pipeline.execution.placement import move
 from equipoise.extensions.pipeline.messaging.commands import placeholder
 from equipoise.extensions.pipeline.messaging.remote_operations import RemoteOperations
@@ -20,11 +20,13 @@ from equipoise.extensions.pipeline.messaging.remote_parameters import (
     is_elsewhere,
     noted,
     origin_of,
+    send_buffer_elsewhere,
     send_elsewhere,
 )
 from equipoise.extensions.pipeline.processes.main_process.tensor_placement import TensorPlacement
 from equipoise.extensions.pipeline.processes.main_process.worker_commands import WorkerCommands
 from equipoise.interop.torch.modules import has_gradient_hooks
+from equipoise.parallel.divergence.digests import digests_of, has_digest
 
 __all__ = ["TensorTransfer"]
 
@@ -49,6 +51,11 @@ class TensorTransfer:
         self._before_move = before_move
         # What a callback computes with the parameters of workers.
         self._operations = RemoteOperations(placement.key_of, placement.workers_with)
+        # Whether the workers compute a step, and whether their buffers were fetched since the last one.
+        self._in_step = False
+        self._buffers_are_here = False
+        # Digests of tensors that are here and in workers, when all had the same values.
+        self._noted: dict[int, Tensor] = {}
         # Trainability that the workers were sent last, by key.
         self._trainable: dict[int, bool] = {}
 
@@ -56,6 +63,7 @@ class TensorTransfer:
 
     def gather_parameters(self) -> None:
         """Fetch all values of the module. The workers keep theirs."""
+        self.send_buffers()
         keys = self._placement.keys_elsewhere()
         for key, value in self._fetch(keys).items():
             tensor = self._placement.tensors[key]
@@ -77,11 +85,69 @@ class TensorTransfer:
             self._drop_values_elsewhere()
 
     def _drop_values_elsewhere(self) -> None:
-        """Leave the parameters of workers their shapes. Buffers stay: they are small, and snapshots copy them."""
+        """Leave the parameters of workers their shapes, and fetch their buffers when these are looked at."""
+        self._buffers_are_here = False
         for key in self._placement.keys_elsewhere():
             tensor = self._placement.tensors[key]
-            if isinstance(tensor, nn.Parameter):
-                send_elsewhere(tensor, placeholder(tensor.shape, tensor.dtype).to(tensor.device))
+            if not isinstance(tensor, nn.Parameter):
+                send_buffer_elsewhere(tensor, self._fetch_buffers)
+            else:
+                without_values = placeholder(tensor.shape, tensor.dtype)
+                send_elsewhere(tensor, without_values.to(tensor.device))
+
+    # Steps.
+
+    def begin_step(self) -> None:
+        """Send the workers what the user has changed since the last step, before they compute."""
+        self.send_trainable()
+        self.send_buffers()
+        self.send_shared()
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Note that the workers have computed."""
+        self._in_step = False
+        self.note_shared()
+
+    def note_shared(self) -> None:
+        """Note the values of tensors that are here and in workers."""
+        self._noted = self._digests()
+
+    def send_shared(self) -> None:
+        """Send the workers the values of tensors that are here, too, if they have changed since they were noted."""
+        digests = self._digests()
+        changed = {key for key, digest in self._noted.items() if not torch.equal(digest, digests[key])}
+        if changed:
+            self._send_values([changed & keys_of_worker for keys_of_worker in self._placement.keys_of_workers])
+
+    def _digests(self) -> dict[int, Tensor]:
+        tensors = self._placement.tensors
+        keys = self._placement.keys_in_workers() & self._placement.needed_here
+        return {key: digests_of([tensors[key]]) for key in keys if has_digest(tensors[key])}
+
+    def _fetch_buffers(self) -> None:
+        """Fetch all buffers, for the user or our own snapshots; `send_buffers` sends them back."""
+        if self._in_step:
+            raise StepError(
+                "A buffer of another stage was read or changed during a step, in which its process computes. Do so in"
+                " a hook, such as `on_train_batch_end`, or take engine='threads'."
+            )
+        tensors = self._placement.tensors
+        keys = {key for key in self._placement.keys_elsewhere() if self._is_buffer(key)}
+        # After a failure of another process nothing arrives any more, and earlier values stay.
+        values = {key: tensors[key] for key in keys} if self._commands.messenger.broken else self._fetch(keys)
+        for key, value in values.items():
+            bring_back(tensors[key], value.to(tensors[key].device))
+        self._buffers_are_here = True
+
+    def send_buffers(self) -> None:
+        """Send the workers their buffers, if these were fetched: they may have been changed."""
+        if self._buffers_are_here:
+            self._send_values([set(filter(self._is_buffer, keys)) for keys in self._placement.keys_of_workers])
+            self._drop_values_elsewhere()
+
+    def _is_buffer(self, key: int) -> bool:
+        return not isinstance(self._placement.tensors[key], nn.Parameter)
 
     def send_trainable(self) -> None:
         """Tell the workers which parameters are frozen, if that has changed."""
@@ -99,6 +165,7 @@ class TensorTransfer:
     def averaging(self) -> Iterator[None]:
         """Let a callback compute with the parameters of workers, where they lie, and with present buffers, here."""
         tensors = self._placement.tensors
+        self.send_buffers()
         # 1. The values that are here, too; buffers are small.
         keys = self._placement.keys_here_too()
         elsewhere = filter(self._placement.is_elsewhere, keys)
@@ -117,6 +184,7 @@ class TensorTransfer:
         if changed:
             keys_of_workers = [changed & keys_of_worker for keys_of_worker in self._placement.keys_of_workers]
             self._send_values(keys_of_workers)
+        self._drop_values_elsewhere()
 
     def _send_operations(self) -> None:
         """Let the workers compute what waits."""
@@ -137,8 +205,16 @@ class TensorTransfer:
 
     # Values of single tensors.
 
-    def _fetch(self, keys: Iterable[int]) -> dict[int, Tensor]:
-        """Return for each key the values of a tensor that only workers have."""
+    def gather_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Fetch the gradients of parameters that only workers have. The workers keep theirs."""
+        keys = map(self._placement.key_of, parameters)
+        present = [key for key in keys if key is not None]
+        for key, gradient in self._fetch(present, "tensors.gradients_of").items():
+            parameter = self._placement.tensors[key]
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    def _fetch(self, keys: Iterable[int], command: str = "tensors.values_of") -> dict[int, Any]:
+        """Return for each key the values of a tensor that only workers have, or what another command asks for."""
         self._send_operations()
         # 1. Ask each owner for its tensors.
         keys_of_owners: dict[int, list[int]] = {}
@@ -147,10 +223,10 @@ class TensorTransfer:
             keys_of_owners.setdefault(owner, []).append(key)
         commands = {}
         for owner, keys_of_owner in keys_of_owners.items():
-            commands[owner] = ("tensors.values_of", keys_of_owner)
+            commands[owner] = (command, keys_of_owner)
 
         # 2. Receive them.
-        values: dict[int, Tensor] = {}
+        values: dict[int, Any] = {}
         for reply in self._commands.request(commands).values():
             values |= reply
         return values
@@ -179,6 +255,7 @@ class TensorTransfer:
             ConfigurationError: If the user watches the gradient of a parameter that moves.
         """
         # 1. Find the tensors that must move. Values from one worker to another pass through this process.
+        self.send_buffers()
         placement = self._placement
         *keys_of_workers, needed_here = keys_of_processes
         missing = []

@@ -1,7 +1,7 @@
 """Optimisers, gradients and state of a pipeline whose stages lie in several processes."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -9,18 +9,21 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.extensions.pipeline.messaging.remote_parameters import refuse_gradients_in_hooks
 from equipoise.extensions.pipeline.processes.main_process.client import StageClient
+from equipoise.extensions.pipeline.processes.optimizers.divided_state import DividedState
 from equipoise.extensions.pipeline.processes.optimizers.local_gradients import (
     Number,
     scale_gradients,
     unscale_gradients,
 )
 from equipoise.extensions.pipeline.processes.optimizers.process_gradients import (
+    collect_gradients,
     gradient_norm,
+    share_gradients,
     sum_tied_gradients,
     summed_gradients,
 )
+from equipoise.interop.torch.optimizers import steps_as_torch
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.optimizers.clipping import clip_by_value
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
@@ -33,9 +36,12 @@ __all__ = ["ProcessBackend"]
 class ProcessBackend(PortableState):
     """Optimisers and states, of which every process has those of its stage's parameters.
 
-    The user's optimiser stays as it is, and steps the parameters of the main process: all others have no gradient
+    An optimiser of torch stays as it is, and steps the parameters of the main process: all others have no gradient
     there. Each worker has an optimiser of the same class and options for its parameters. Its state returns to the main
     process together with the module.
+
+    Any other optimiser may look at all of its parameters, or at the loss. It keeps its state in the main process, which
+    has all parameters and gradients while the optimiser steps.
 
     Args:
         processes: The workers.
@@ -57,10 +63,9 @@ class ProcessBackend(PortableState):
         self.processes = processes
         self._module = module
         self._optimizers: list[Optimizer] = []
-        # For the number of an optimiser the groups of parameters that the workers have received.
-        self._sent: dict[int, list[list[int]]] = {}
+        # For the number of an optimiser the groups of parameters that the workers have received, and whether they step.
+        self._sent: dict[int, tuple[list[list[int]], bool]] = {}
         processes.begin(module, self._recall_states, copies)
-        refuse_gradients_in_hooks(module)
         self._commands = processes.commands
         self._placement = processes.placement
         self._transfer = processes.transfer
@@ -92,17 +97,20 @@ class ProcessBackend(PortableState):
     def _number_of_one(self, optimizer: Optimizer) -> int:
         index = self._find(optimizer)
         if index is None:
-            _check_optimizer(optimizer)
             index = len(self._optimizers)
             self._optimizers.append(optimizer)
-        groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-        if self._sent.get(index) == groups:
+        is_divided = isinstance(optimizer.state, DividedState)
+        content = (_identities_of(optimizer), _is_shared_out(optimizer))
+        if index in self._sent and self._sent[index][1] and not is_divided:
+            # The user has loaded another state.
+            del self._sent[index]
+        if self._sent.get(index) == content:
             return index
         if index in self._sent:
-            # A callback has added parameters.
+            # A callback has added parameters, or a hook of the step.
             self._recall_states()
         self._send(index, optimizer)
-        self._sent[index] = groups
+        self._sent[index] = content
         return index
 
     def _find(self, optimizer: Optimizer) -> int | None:
@@ -114,6 +122,9 @@ class ProcessBackend(PortableState):
 
     def _send(self, index: int, optimizer: Optimizer) -> None:
         """Send every worker an optimiser for its parameters, with their state."""
+        if not _is_shared_out(optimizer):
+            # The workers only need to know its parameters.
+            optimizer = Optimizer([{"params": group["params"]} for group in optimizer.param_groups], {})
         # 1. Copy the groups, whose options schedulers change, and find the states.
         groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
         # `state` is a defaultdict, so reading would add an entry.
@@ -132,9 +143,14 @@ class ProcessBackend(PortableState):
         self._drop_states_elsewhere(optimizer)
 
     def _drop_states_elsewhere(self, optimizer: Optimizer) -> None:
+        if not _is_shared_out(optimizer):
+            return
         for parameter in optimizer_parameters(optimizer):
             if self._is_elsewhere(parameter):
                 optimizer.state.pop(parameter, None)
+        if not isinstance(optimizer.state, DividedState):
+            state: Any = DividedState(optimizer.state, self._recall_states)
+            optimizer.state = state
 
     def _is_elsewhere(self, parameter: Tensor) -> bool:
         return self._placement.is_elsewhere(self._placement.key_of(parameter))
@@ -143,16 +159,25 @@ class ProcessBackend(PortableState):
         """Fetch the state of the workers' optimisers; `number_of` sends it again when it is needed."""
         for index in self._sent:
             self._fetch_states(index)
+            state: Any = self._optimizers[index].state
+            if isinstance(state, DividedState):
+                state = state.here
+            self._optimizers[index].state = state
         self._sent.clear()
 
     def _fetch_states(self, index: int) -> None:
         """Fetch the state of the workers for an optimiser."""
         placement = self._placement
+        optimizer = self._optimizers[index]
         for states in self._commands.request_all("optimizers.state_of", index):
             for key, state in states.items():
                 # The state of tied parameters is the same in all of their stages.
                 if placement.is_elsewhere(key):
-                    self._optimizers[index].state[placement.tensors[key]] = state
+                    optimizer.state[placement.tensors[key]] = state
+        # In the order of one device.
+        for parameter in optimizer_parameters(optimizer):
+            if parameter in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         """Step an optimiser in all processes.
@@ -165,21 +190,68 @@ class ProcessBackend(PortableState):
         Returns:
             What the optimiser's `step` returns.
         """
-        # 1. Step this process's parameters.
+        if isinstance(optimizer, CombinedOptimizer):
+            result = None if closure is None else closure()
+            for part in optimizer.optimizers:
+                self.optimizer_step(part, None, **kwargs)
+            return result
+        if not _is_shared_out(optimizer):
+            # A hook may be new: the workers then return the state.
+            self._number_of_one(optimizer)
+            return self._step_here(optimizer, closure, kwargs)
+
+        # 1. Step this process's parameters. The user may have changed those that workers have, too.
+        def compute() -> Any:
+            loss = None if closure is None else closure()
+            self._transfer.send_shared()
+            share_gradients(self.processes, optimizer_parameters(optimizer))
+            return loss
+
         if closure is None:
+            compute()
             result = optimizer.step(**kwargs)
         else:
-            result = optimizer.step(closure=_called_once(closure, optimizer), **kwargs)
+            result = optimizer.step(closure=compute, **kwargs)
 
         # 2. Step those of the workers, with the current options of this optimiser.
-        index = self.number_of(optimizer)
+        index = self._number_of_one(optimizer)
         options = [
             {name: option for name, option in group.items() if name != "params"} for group in optimizer.param_groups
         ]
         self._commands.send_to_all("optimize", index, options, kwargs)
         # Options may be tensors, which schedulers change in place.
         self._commands.messenger.flush()
+        self._transfer.note_shared()
         return result
+
+    def _step_here(self, optimizer: Optimizer, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Step an optimiser in this process, which has all parameters and gradients but while the closure computes."""
+        parameters = optimizer_parameters(optimizer)
+        with ExitStack() as gathered:
+
+            def compute() -> Any:
+                assert closure is not None
+                gathered.close()
+                loss = closure()
+                gathered.enter_context(self._gathered(parameters))
+                return loss
+
+            gathered.enter_context(self._gathered(parameters))
+            if closure is None:
+                return optimizer.step(**kwargs)
+            return optimizer.step(closure=compute, **kwargs)
+
+    @contextmanager
+    def _gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Have the module and the gradients of parameters in this process within the context."""
+        elsewhere = [parameter for parameter in parameters if self._is_elsewhere(parameter)]
+        with self._transfer.gathered_parameters(changed=True):
+            self._transfer.gather_gradients(elsewhere)
+            try:
+                yield
+            finally:
+                for parameter in elsewhere:
+                    parameter.grad = None
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimiser; see `PortableState.optimizer_state`. The workers keep theirs."""
@@ -237,6 +309,10 @@ class ProcessBackend(PortableState):
             return []
         parameters = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
         return summed_gradients(self.processes, parameters)
+
+    def collect_gradients(self) -> None:
+        """Have the whole gradients of tied parameters in this process, within an accumulation window."""
+        collect_gradients(self.processes, list(self._module.parameters()))
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, candidate in self._module.named_parameters() if candidate is parameter)
@@ -297,36 +373,13 @@ class ProcessBackend(PortableState):
         self.processes.end()
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Check that an optimiser can step its parameters in several processes."""
-    if isinstance(optimizer, LBFGS):
-        raise ConfigurationError(_several_evaluations(optimizer))
-    if type(optimizer).__getstate__ is not Optimizer.__getstate__:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} keeps more than torch's optimisers do, so it cannot be shared out over the"
-            " processes of a pipeline. Take engine='threads', or another optimiser."
-        )
+def _identities_of(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _called_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """Return a closure that raises an error when it is called again."""
-    was_called = False
-
-    def run_closure() -> Any:
-        nonlocal was_called
-        if was_called:
-            raise StepError(_several_evaluations(optimizer))
-        was_called = True
-        return closure()
-
-    return run_closure
-
-
-def _several_evaluations(optimizer: Optimizer) -> str:
-    return (
-        f"{type(optimizer).__name__} computes a batch several times in a step, which a pipeline over processes does not"
-        " do. Take engine='threads', or another optimiser."
-    )
+def _is_shared_out(optimizer: Optimizer) -> bool:
+    """Return whether each process steps its own parameters: an optimiser of torch looks at them one by one."""
+    return steps_as_torch(optimizer) and not isinstance(optimizer, LBFGS)
 
 
 def _on_cpu(value: Any) -> Any:

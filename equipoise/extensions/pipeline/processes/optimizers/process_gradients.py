@@ -1,6 +1,6 @@
 """Gradients of stages in several processes: sums for the parameters that they share (tied), and the norm of all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,40 +9,54 @@ from equipoise.extensions.pipeline.processes.main_process.client import StageCli
 from equipoise.extensions.pipeline.processes.optimizers.local_gradients import Number
 from equipoise.parallel.gradient_sums import sum_gradients
 
-__all__ = ["gradient_norm", "sum_tied_gradients", "summed_gradients"]
+__all__ = ["collect_gradients", "gradient_norm", "share_gradients", "sum_tied_gradients", "summed_gradients"]
 
 
-def sum_tied_gradients(processes: StageClient, parameters: Sequence[nn.Parameter]) -> None:
-    """Give every process the gradients of tied parameters, summed in the order of the stages.
+def collect_gradients(processes: StageClient, parameters: Sequence[nn.Parameter]) -> None:
+    """Move the gradients of tied parameters to this process, if it has the parameters: the user sees and changes them.
 
     Args:
         processes: The workers.
-        parameters: Parameters of which the tied ones are summed.
+        parameters: Parameters of which the tied ones are summed, in the order of the stages.
     """
-    # 1. Find the tied parameters.
-    commands = processes.commands
+    placement = processes.placement
+    tied = [key for key in placement.tied_parameters(map(placement.key_of, parameters)) if key in placement.needed_here]
+    totals = summed_gradients(processes, [placement.tensors[key] for key in tied]) if tied else []
+    for key, total in zip(tied, totals, strict=True):
+        placement.tensors[key].grad = total
+    _set_gradients(processes, dict.fromkeys(tied))
+
+
+def share_gradients(processes: StageClient, parameters: Sequence[nn.Parameter]) -> None:
+    """Give the workers the gradients that `collect_gradients` has moved, as they are now, for their optimisers."""
     placement = processes.placement
     tied = placement.tied_parameters(map(placement.key_of, parameters))
-    if not tied:
-        return
+    _set_gradients(processes, {key: placement.tensors[key].grad for key in tied if key in placement.needed_here})
 
-    # 2. Sum their gradients, and give each worker its sums.
-    totals = summed_gradients(processes, [placement.tensors[key] for key in tied])
-    sums = dict(zip(tied, totals, strict=True))
-    for stage in range(commands.last):
-        sums_of_stage = {key: sums[key] for key in tied if key in placement.keys_of_workers[stage]}
-        if sums_of_stage:
-            commands.send_command(stage, "tensors.set_gradients", sums_of_stage)
 
-    # 3. Set the gradients of this process. The sums are about to be sent, so they must not change.
-    for key, total in sums.items():
-        if placement.is_elsewhere(key):
-            continue
-        gradient = None
-        if total is not None:
-            gradient = total.clone()
-        placement.tensors[key].grad = gradient
-    commands.messenger.flush()
+def sum_tied_gradients(processes: StageClient, parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients of tied parameters: in this process, or else in all that have the parameter.
+
+    Args:
+        processes: The workers.
+        parameters: Parameters of which the tied ones are summed, in the order of the stages.
+    """
+    collect_gradients(processes, parameters)
+    placement = processes.placement
+    tied = list(filter(placement.is_elsewhere, placement.tied_parameters(map(placement.key_of, parameters))))
+    if tied:
+        totals = summed_gradients(processes, [placement.tensors[key] for key in tied])
+        _set_gradients(processes, dict(zip(tied, totals, strict=True)))
+
+
+def _set_gradients(processes: StageClient, gradients: Mapping[int, Tensor | None]) -> None:
+    """Set gradients in all workers that have the parameters."""
+    for stage, keys in enumerate(processes.placement.keys_of_workers):
+        gradients_of_stage = {key: gradient for key, gradient in gradients.items() if key in keys}
+        if gradients_of_stage:
+            processes.commands.send_command(stage, "tensors.set_gradients", gradients_of_stage)
+    # What is sent must not change before.
+    processes.commands.messenger.flush()
 
 
 def summed_gradients(processes: StageClient, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -89,11 +103,14 @@ def gradient_norm(processes: StageClient, index: Number, parameters: Sequence[nn
 
     # 2. Put them in the order of the parameters, with those of this process.
     device = processes.commands.devices[-1]
+    placement = processes.placement
     norms = []
     for parameter in parameters:
-        norm = norms_of_workers.get(processes.placement.key_of(parameter))
-        if norm is None and parameter.grad is not None:
-            norm = torch.linalg.vector_norm(parameter.grad)
+        key = placement.key_of(parameter)
+        # This process has the whole gradient of tied parameters.
+        norm = None if parameter.grad is None else torch.linalg.vector_norm(parameter.grad)
+        if placement.is_elsewhere(key):
+            norm = norms_of_workers.get(key)
         if norm is not None:
             norms.append(norm.to(device))
     # The norm of norms is that of all entries.

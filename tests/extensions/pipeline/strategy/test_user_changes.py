@@ -1,0 +1,240 @@
+"""What the user's code reads and changes between steps is what it is on one device, or it is refused."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.profilers import SimpleProfiler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from equipoise import PipelineStrategy, StepError, Trainer
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    """Keeps a buffer that the user changes, and one that it changes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(1.0))
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.total.add_(x.detach().sum(0))
+        return torch.tanh(x / self.temperature)
+
+
+class Model(L.LightningModule):
+    """The weight of the first stage is tied to that of the last."""
+
+    make_optimizer: Callable[..., Any] = staticmethod(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        linears[3].weight = linears[0].weight
+        self.net = nn.Sequential(linears[0], Layer(), linears[1], nn.LeakyReLU(0.3), linears[2], nn.Tanh(), linears[3])
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net(batch[0]).sum(1) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+def fit(module: L.LightningModule, strategy: Any, **options: Any) -> Any:
+    draw = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(8, WIDTH, generator=draw), torch.randn(8, generator=draw)) for _ in range(4)]
+    devices = ["cpu"] * (1 if strategy == "single_device" else 2)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = Trainer(
+        strategy=strategy, devices=devices, max_epochs=2, precision="64-true", logger=False, **quiet, **options
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return [module.state_dict(), trainer.optimizers[0].state_dict()["state"], module.seen]
+
+
+def processes(**options: Any) -> PipelineStrategy:
+    return PipelineStrategy(engine="processes", timeout=60.0, cut_before=None, **options)
+
+
+def compare(make: Callable[[], L.LightningModule], **options: Any) -> None:
+    expected = fit(make(), "single_device", **options)
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        torch.testing.assert_close(fit(make(), processes(schedule=schedule), **options), expected, rtol=0, atol=1e-12)
+
+
+# Optimisers
+
+
+class ByNorm(torch.optim.SGD):
+    """Divides by the norm of all parameters, and clips the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = self.param_groups[0]["params"]
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        self.param_groups[0]["lr"] = 0.3 / torch.stack([parameter.detach().norm() for parameter in parameters]).norm()
+        super().step()
+        return loss
+
+
+class ByLoss(torch.optim.SGD):
+    """Computes each batch at two places, as sharpness-aware steps do, and decides by both losses."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        loss = closure()
+        with torch.no_grad():
+            moves = [0.01 * parameter.grad for parameter in parameters]
+            torch._foreach_add_(parameters, moves)
+        other = closure()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moves)
+        self.param_groups[0]["lr"] = 0.01 * float(loss / other)
+        super().step()
+        return loss
+
+
+def clamping(parameters: Any) -> Any:
+    optimizer = torch.optim.Adam(parameters, lr=0.05)
+
+    @torch.no_grad()
+    def clamp(*args: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [ByNorm, ByLoss, clamping])
+def test_optimizers_that_look_at_all_parameters_or_at_the_loss(make: Any) -> None:
+    def module() -> Model:
+        model = Model()
+        model.make_optimizer = lambda p: make(p) if make is clamping else make(p, lr=0.01)
+        return model
+
+    compare(module)
+
+
+# What lies in other processes
+
+
+def buffers(module: Any) -> None:
+    module.net[1].temperature.mul_(0.9)
+    module.net[1].total.data.mul_(0.5)
+    module.seen.append(copy.deepcopy(module.net[1]).total.sum().item())
+
+
+def tied_weight(module: Any) -> None:
+    module.net[6].weight.data.clamp_(-0.2, 0.2)
+
+
+def tied_gradient(module: Any) -> None:
+    module.seen.append(module.net[6].weight.grad.norm().item())
+    module.net[6].weight.grad.data.clamp_(-0.01, 0.01)
+
+
+def states(module: Any) -> None:
+    state = module.optimizers().state
+    module.seen.append(sum(float(value["momentum_buffer"].norm()) for value in state.values()))
+    for value in state.values():
+        value["momentum_buffer"].mul_(0.5)
+
+
+def loaded_states(module: Any) -> None:
+    optimizer = module.optimizers(use_pl_optimizer=False)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"] = {}
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("hook", "act", "window"),
+    [
+        ("on_train_batch_end", buffers, 1),
+        ("on_before_optimizer_step", tied_weight, 1),
+        ("on_train_batch_end", tied_weight, 1),
+        ("on_after_backward", tied_gradient, 2),
+        ("on_before_optimizer_step", tied_gradient, 1),
+        ("on_train_batch_end", states, 1),
+        ("on_train_epoch_end", loaded_states, 1),
+    ],
+)
+def test_reads_and_changes_are_those_of_one_device(hook: str, act: Any, window: int) -> None:
+    def module() -> Model:
+        model = Model()
+        setattr(model, hook, lambda *args: act(model))
+        return model
+
+    compare(module, accumulate_grad_batches=window)
+
+
+def test_a_buffer_is_not_read_within_a_step() -> None:
+    class Reads(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.seen.append(self.net[1].total.sum().item())
+            return loss
+
+    with pytest.raises(StepError, match=r"buffer of another stage .* during a step.*on_train_batch_end"):
+        fit(Reads(), processes())
+
+
+# Layers
+
+
+def other_layer(module: Any) -> None:
+    module.net[2] = nn.Linear(WIDTH, WIDTH)
+
+
+def other_slope(module: Any) -> None:
+    module.net[3].negative_slope = 0.1
+
+
+def other_weight(module: Any) -> None:
+    module.net[2].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+
+def hooked(module: Any) -> None:
+    module.net[2].register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("act", "engine", "message"),
+    [
+        (other_layer, "threads", "A layer of net was replaced"),
+        (other_layer, "processes", "A layer of net was replaced"),
+        (other_slope, "processes", "of the layer 'net.3' was set"),
+        (other_weight, "processes", "of the layer 'net.2' was set"),
+        (hooked, "processes", "of the layer 'net.2' was set"),
+    ],
+)
+def test_layers_that_are_changed_in_a_run_are_refused(act: Any, engine: Any, message: str) -> None:
+    model = Model()
+    model.on_train_epoch_end = lambda: act(model)  # type: ignore[method-assign]
+    with pytest.raises(StepError, match=message):
+        fit(model, PipelineStrategy(engine=engine, cut_before=["net.4"]))
+
+
+# Profiles
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_a_profile_measures_a_batch_as_a_whole(engine: Any, tmp_path: Path) -> None:
+    """The steps of micro-batches run in threads of their own, at the same time, and a profiler works in one only."""
+    profiler = SimpleProfiler(dirpath=tmp_path, filename="report")
+    fit(Model(), PipelineStrategy(engine=engine), profiler=profiler)
+    assert "run_training_batch" in (tmp_path / "fit-report.txt").read_text()
