@@ -19,9 +19,9 @@ from equipoise.extensions.pipeline.execution.placement import Placement
 from equipoise.extensions.pipeline.execution.suspended_step import SuspendedStep, current_step, is_inside_stage
 from equipoise.extensions.pipeline.execution.threaded_engine import Pipeline
 from equipoise.extensions.pipeline.forward.layer_lending import computed_on
+from equipoise.extensions.pipeline.forward.layer_marks import LayerMarks
 from equipoise.extensions.pipeline.forward_patch import ForwardPatch
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
-from equipoise.extensions.pipeline.graph.layer_marks import LayerMarks
 from equipoise.extensions.pipeline.graph.stages import StageProgram, ends_by_placement, make_stages
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.cut import (

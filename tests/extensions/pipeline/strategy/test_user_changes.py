@@ -1,4 +1,4 @@
-"""What the user's code reads and changes between steps is what it is on one device, or it is refused."""
+"""Reads and changes of the user's code between steps: as on one device, or refused."""
 
 import copy
 from collections.abc import Callable

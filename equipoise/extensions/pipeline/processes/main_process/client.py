@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise.extensions.pipeline.graph.layer_marks import LayerMarks
+from equipoise.extensions.pipeline.forward.layer_marks import LayerMarks
 from equipoise.extensions.pipeline.graph.stage_spec import describe, used_parts
 from equipoise.extensions.pipeline.graph.stages import StageProgram
 from equipoise.extensions.pipeline.graph.training_modes import modes_of
