@@ -12,10 +12,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import numpy
 import torch
 
 from equipoise.errors import CheckpointError
-from equipoise.safe_loading.arrays import numpy_constructors, numpy_values, set_numpy_state
+from equipoise.safe_loading.arrays import set_numpy_state
 from equipoise.safe_loading.constructors import CONSTRUCTORS, VALUES
 from equipoise.safe_loading.stand_in import StandIn
 from equipoise.safe_loading.tensor_formats import STORAGE_TYPES
@@ -53,19 +54,14 @@ class SafeGlobals:
         if module in _NEVER:
             return stand_in
 
-        # 1. Names that need no further package.
         for table in (self._user_values, VALUES, _torch_values()):
             if full_name in table:
                 return table[full_name]
 
-        # 2. Names of packages that may not be installed.
-        package = module.split(".")[0]
-        table = {}
-        if package in ("omegaconf", "typing"):
-            table = _omegaconf_values()
-        elif package == "numpy":
-            table = numpy_values()
-        return table.get(full_name, stand_in)
+        # OmegaConf is imported only where a name of it is in question.
+        if module.split(".")[0] in ("omegaconf", "typing"):
+            return _omegaconf_values().get(full_name, stand_in)
+        return stand_in
 
     def call(self, function: Any, arguments: Any) -> Any:
         """Return the result of a call in the file.
@@ -79,10 +75,7 @@ class SafeGlobals:
             return _stand_in_for_result(function, arguments)
         if _is_one_of(function, self._user_values.values()):
             return function(*arguments)
-        identity = id(function)
-        constructor = CONSTRUCTORS.get(identity)
-        if constructor is None:
-            constructor = numpy_constructors().get(identity)
+        constructor = CONSTRUCTORS.get(id(function))
         if constructor is None:
             raise CheckpointError(f"it calls {function!r}, which is not allowed")
         return constructor(*arguments)
@@ -118,7 +111,7 @@ class SafeGlobals:
             vars(value).update(_checked_attributes(state))
         elif self._is_allowed_class(kind):
             _set_state_of_class(value, state)
-        elif _is_numpy_value(value):
+        elif isinstance(value, numpy.ndarray | numpy.dtype):
             set_numpy_state(value, state)
         else:
             raise CheckpointError(f"it sets the state of a {kind.__name__}, which is not allowed")
@@ -237,13 +230,3 @@ def _set_state_of_class(value: Any, state: Any) -> None:
     slots = _checked_attributes(slots or {})
     for name, item in slots.items():
         setattr(value, name, item)
-
-
-def _is_numpy_value(value: Any) -> bool:
-    module = type(value).__module__
-    if not module.startswith("numpy"):
-        return False
-    values = numpy_values()
-    if not values:
-        return False
-    return isinstance(value, values["numpy.ndarray"] | values["numpy.dtype"])

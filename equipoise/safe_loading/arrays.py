@@ -6,14 +6,14 @@ those of derived classes become stand-ins.
 
 import math
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import Any
+
+import numpy
 
 from equipoise.errors import CheckpointError
 from equipoise.safe_loading.stand_in import StandIn
 
-__all__ = ["numpy_constructors", "numpy_values", "set_numpy_state"]
+__all__ = ["NUMPY_CONSTRUCTORS", "NUMPY_VALUES", "set_numpy_state"]
 
 # The kinds of dtypes whose items are plain bytes.
 _KINDS = "biufcmMSU"
@@ -28,7 +28,6 @@ _MOST_UNITS = 1 << 31
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
-    numpy = import_module("numpy")
     # A derived class, such as that of matrices.
     if isinstance(kind, StandIn):
         return kind
@@ -42,7 +41,7 @@ def _dtype(code: Any, align: bool = False, copy: bool = False) -> Any:
     if type(code) is not str:
         return StandIn("numpy", "dtype")
     # Numpy shares one object for each dtype. Its state may be set below, so a copy is needed.
-    dtype = import_module("numpy").dtype(code, copy=True)
+    dtype = numpy.dtype(code, copy=True)
     # All other dtypes have fields.
     if not _is_supported(dtype):
         return StandIn("numpy", "dtype")
@@ -55,7 +54,6 @@ def _is_supported(dtype: Any) -> bool:
 
 
 def _scalar(dtype: Any, content: bytes) -> Any:
-    numpy = import_module("numpy")
     if isinstance(dtype, StandIn):
         return StandIn("numpy", "void")
     fits = False
@@ -79,7 +77,6 @@ def set_numpy_state(value: Any, state: Any) -> None:
     Raises:
         CheckpointError: If it is not such a tuple.
     """
-    numpy = import_module("numpy")
     if isinstance(value, numpy.dtype):
         _set_dtype(value, state)
     else:
@@ -102,7 +99,6 @@ def _set_dtype(dtype: Any, state: Any) -> None:
     # 2. Nothing needs to be set in most cases: the dtype was created from its code.
     if unit is None and order != ">":
         return
-    numpy = import_module("numpy")
     if dtype is numpy.dtype(dtype.str):
         raise CheckpointError("the type of an array is one that others share")
 
@@ -132,7 +128,6 @@ def _checked_unit(state: Any) -> tuple[bytes, int, int, int] | None:
 
 def _set_array(array: Any, state: Any) -> None:
     """Set the shape, the dtype and the content of an array."""
-    numpy = import_module("numpy")
     _, shape, dtype, is_column_major, content = state
 
     # 1. An array of an unsupported dtype becomes an array with one stand-in.
@@ -173,27 +168,15 @@ def _is_content(content: Any, dtype: Any, shape: tuple[int, ...]) -> bool:
 # Tables
 
 
-def numpy_values() -> dict[str, Any]:
-    """Return the names of numpy that a checkpoint may use; empty if numpy is not installed."""
-    try:
-        numpy = import_module("numpy")
-    except ModuleNotFoundError:
-        return {}
-    values = {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
-    for core in ("numpy.core", "numpy._core"):
-        values[f"{core}.multiarray._reconstruct"] = _empty_array
-        values[f"{core}.multiarray.scalar"] = _scalar
-    return values
+# Names in a file, with the values that they stand for.
+NUMPY_VALUES: dict[str, Any] = {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
+for _core in ("numpy.core", "numpy._core"):
+    NUMPY_VALUES[f"{_core}.multiarray._reconstruct"] = _empty_array
+    NUMPY_VALUES[f"{_core}.multiarray.scalar"] = _scalar
 
-
-@cache
-def numpy_constructors() -> dict[int, Callable[..., Any]]:
-    """Return the function that replaces each of numpy's in a call, by the identity of the value in the file."""
-    values = numpy_values()
-    if not values:
-        return {}
-    return {
-        id(_empty_array): _empty_array,
-        id(_scalar): _scalar,
-        id(values["numpy.dtype"]): _dtype,
-    }
+# The function that is called in place of each of these values, by the identity of that value.
+NUMPY_CONSTRUCTORS: dict[int, Callable[..., Any]] = {
+    id(_empty_array): _empty_array,
+    id(_scalar): _scalar,
+    id(numpy.dtype): _dtype,
+}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from equipoise.errors import CheckpointError
+from equipoise.safe_loading.arrays import NUMPY_CONSTRUCTORS, NUMPY_VALUES
 from equipoise.safe_loading.stand_in import StandIn
 from equipoise.safe_loading.tensor_formats import REBUILD
 
@@ -165,6 +166,7 @@ VALUES: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"collections.{kind.__name__}": kind for kind in _CONTAINERS},
     **{f"{module}.{kind.__name__}": kind for module in _MODULES_OF_PATHS for kind in _PATHS},
+    **NUMPY_VALUES,
     **REBUILD,
     "_codecs.encode": _encode,
     "argparse.Namespace": Namespace,
@@ -188,6 +190,7 @@ _CALLED_AS_THEY_ARE: tuple[Callable[..., Any], ...] = (
 CONSTRUCTORS: dict[int, Callable[..., Any]] = {
     **{id(kind): _path for kind in _PATHS},
     **{id(function): function for function in _CALLED_AS_THEY_ARE},
+    **NUMPY_CONSTRUCTORS,
     id(bytearray): _bytearray,
     id(bytes): _bytes,
     id(complex): _complex,

@@ -8,6 +8,8 @@ import collections
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
+import numpy
+
 from equipoise.errors import CheckpointError
 
 __all__ = ["StandIn", "class_in_place_of", "stand_ins_in"]
@@ -148,11 +150,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_array_of_objects(value: Any) -> bool:
-    # By name, as numpy may not be installed.
-    if type(value).__module__ != "numpy":
-        return False
-    dtype = getattr(value, "dtype", None)
-    return getattr(dtype, "kind", None) == "O"
+    return isinstance(value, numpy.ndarray) and value.dtype.kind == "O"
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
