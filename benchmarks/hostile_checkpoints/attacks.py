@@ -61,6 +61,10 @@ def _global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
+# An array that has no state yet.
+_ARRAY = _global("numpy.core.multiarray", "_reconstruct") + _global("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R"
+
+
 def payloads(canary: str) -> list[Attack]:
     """Return fragments of a pickle that leave one object on the stack.
 
@@ -99,6 +103,12 @@ def _states(command: bytes) -> list[Attack]:
         "function": _global("torch._utils", "_rebuild_tensor_v2"),
         "dtype": _global("torch", "float32"),
         "set": _global("builtins", "set") + b")R",
+        "path": _global("pathlib", "PosixPath") + b")R",
+        "tensor": _global("torch._utils", "_rebuild_meta_tensor_no_storage")
+        + b"("
+        + _global("torch", "float32")
+        + b"K\x03\x85K\x01\x85\x89tR",
+        "array": _ARRAY,
         "DictConfig": _global("omegaconf.dictconfig", "DictConfig") + b")\x81",
         "Metadata": _global("omegaconf.base", "Metadata") + b")\x81",
         "dict": b"}",
@@ -168,6 +178,7 @@ def _of_memory() -> list[Attack]:
     number = b"\x8a\x06" + (10**13).to_bytes(6, "little")
     tuples = b"K\x01" + b"q\xfah\xfa\x86" * 60 + b"q\xfb0"
     storage = b"(" + _text("storage") + _global("torch", "FloatStorage") + _text("0") + _text("cpu") + number + b"tQ"
+    objects = _global("numpy", "dtype") + _text("O") + b"\x89\x88\x87R"
     return [
         ("large bytearray", _global("builtins", "bytearray") + b"(" + number + b"tR"),
         ("large bytes", _global("builtins", "bytes") + b"(" + number + b"tR"),
@@ -176,7 +187,11 @@ def _of_memory() -> list[Attack]:
         ("large number", b"\x8b\xff\xff\xff\x7fabc"),
         ("nested key", tuples + b"}h\xfbNs"),
         ("nested item of a set", tuples + _global("builtins", "set") + b"(]h\xfbatR"),
+        ("nested item that is added to a set", tuples + b"\x8f(h\xfb\x90"),
+        ("nested item of a frozen set", tuples + b"(h\xfb\x91"),
+        ("key of 400,000 levels", b"})" + b"\x85" * 400_000 + b"Ns"),
         ("large array", _global("numpy", "ndarray") + b"(" + number + b"\x85tR"),
+        ("array with fewer objects than its shape says", _ARRAY + b"(K\x01M\xe8\x03\x85" + objects + b"\x89]tb"),
     ]
 
 
