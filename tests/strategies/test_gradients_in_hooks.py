@@ -1,5 +1,6 @@
 """Gradients that hooks of the module read and change are those of one device."""
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import DDPStrategy, FSDPStrategy, PipelineStrategy
+from equipoise import DDPStrategy, FSDPStrategy, PipelineStrategy, StepError
 from tests.support.pipelines import quiet
 
 
@@ -62,13 +63,13 @@ class ClipsItself(Net):
 PROGRAMS = (Clamps, LeavesOutSpikes, ClipsItself)
 
 
-def weights(kind: type[Net], strategy: Any = "single_device", devices: int = 1) -> list[torch.Tensor]:
+def weights(kind: type[Net], strategy: Any = "single_device", devices: int = 1, **settings: Any) -> list[torch.Tensor]:
     module = kind()
     draw = torch.Generator().manual_seed(5)
     # The last batch is smaller, also by process.
     data = TensorDataset(torch.randn(22, 4, generator=draw, dtype=torch.float64))
     is_divided = not isinstance(strategy, str | PipelineStrategy)
-    trainer = quiet(strategy=strategy, devices=["cpu"] * devices, max_epochs=2)
+    trainer = quiet(strategy=strategy, devices=["cpu"] * devices, max_epochs=2, **settings)
     trainer.fit(module, DataLoader(data, batch_size=8 // devices if is_divided else 8))
     return [parameter.detach() for parameter in module.parameters()]
 
@@ -95,3 +96,47 @@ def test_gradients_in_hooks_are_those_of_one_device(strategy: str, kind: type[Ne
 def test_some_steps_are_left_out() -> None:
     for other in (weights(Net), list(Net().parameters())):
         assert not torch.equal(on_one_device(LeavesOutSpikes)[0], other[0])
+
+
+class ClampsData(Net):
+    """Limits each element past what torch counts."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.data.clamp_(-0.05, 0.05)
+
+
+class Replaces(Net):
+    """Puts other gradients in their place."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad.clamp(-0.05, 0.05)
+
+
+class ClipsInBackward(Net):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.2)
+
+
+class Reads(Net):
+    def on_after_backward(self) -> None:
+        self.norms = [float(parameter.grad.norm()) for parameter in self.parameters()]
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("kind", [Clamps, ClampsData, Replaces, ClipsInBackward, Reads])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "pipeline"])
+def test_gradients_that_are_not_those_of_all_processes_are_read_only(strategy: str, kind: type[Net]) -> None:
+    def fit(strategy: Any, devices: int) -> list[torch.Tensor]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*reads gradients that are not yet those of all processes")
+            return weights(kind, strategy, devices, accumulate_grad_batches=2)
+
+    expected = fit("single_device", 1)
+    if kind is Reads:
+        torch.testing.assert_close(fit(STRATEGIES[strategy](), 2), expected, rtol=1e-12, atol=1e-12)
+    else:
+        with pytest.raises(StepError, match="changes gradients that are not yet those of all processes"):
+            fit(STRATEGIES[strategy](), 2)

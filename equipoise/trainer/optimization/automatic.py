@@ -138,7 +138,10 @@ class AutomaticOptimization:
         # Gradients of several processes are those of the batch when they are weighed, and the hook sees them then.
         self._compute_last = self._forward_backward
         has_parts = not self._is_alone and not strategy.processes.has_one_state
-        if has_parts and hooks.bind("on_after_backward") is not None:
+        if has_parts and self.backward.is_seen:
+            from equipoise.trainer.optimization.steps.unfinished_gradients import UnfinishedGradients
+
+            self.backward.watch(UnfinishedGradients(module).read_by)
             self._compute_last = self._compute_and_follow_later
 
         # 4. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is

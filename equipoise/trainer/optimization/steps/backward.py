@@ -50,6 +50,7 @@ class Backward:
 
     Attributes:
         before_hook: Called before `on_after_backward`, when the gradients are there; None: nothing is.
+        is_seen: Whether methods of the user see gradients as soon as a backward has ended.
     """
 
     def __init__(self, strategy: Strategy, hooks: Hooks, precision: Precision) -> None:
@@ -57,7 +58,7 @@ class Backward:
 
         # 1. The hooks, the user's `backward`, and the strategy's.
         self._before = hooks.bind("on_before_backward")
-        self._after = hooks.bind("on_after_backward")
+        self._after = self._after_window = hooks.bind("on_after_backward")
         self.before_hook: Callable[[], None] | None = None
         self._user_backward = hooks.bind_module("backward")
         action = hooks.action_of_strategy("backward")
@@ -72,6 +73,7 @@ class Backward:
         self._plain_backward = hooks.wrapped(run_backward, action)
         self._is_plain = is_default and self._user_backward is None and self._scaler is None
         self._is_followed = self._collect is not None or self._after is not None
+        self.is_seen = self._after is not None or self._user_backward is not None
 
         # 3. Seeds by share, dtype and device; the last one is mostly the next one, too.
         self._last_seed = _Seed(math.nan, None, None, None)
@@ -122,6 +124,13 @@ class Backward:
             arguments = (self._seed(loss, share),)
         self._run(loss, arguments, {})
 
+    def watch(self, read_by: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None:
+        """Watch the user's methods that run before the processes have all gradients; see `UnfinishedGradients`."""
+        if self._user_backward is not None:
+            self._user_backward = read_by(self._user_backward, "backward")
+        if self._after is not None:
+            self._after = read_by(self._after, "on_after_backward")
+
     @contextmanager
     def follow_later(self) -> Iterator[Callable[[], None]]:
         """Leave out `on_after_backward` within the context; what it yields calls the hook, if there was a backward."""
@@ -129,8 +138,8 @@ class Backward:
         backwards: list[None] = []
 
         def follow() -> None:
-            if after is not None and backwards:
-                after()
+            if self._after_window is not None and backwards:
+                self._after_window()
 
         if after is not None:
             self._after = lambda: backwards.append(None)
