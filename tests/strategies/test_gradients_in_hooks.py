@@ -60,7 +60,20 @@ class ClipsItself(Net):
         optimizer.step()
 
 
-PROGRAMS = (Clamps, LeavesOutSpikes, ClipsItself)
+class Decides(Net):
+    """Reads numbers of whole gradients, and changes gradients by them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters()]
+        norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
+        norm += max(torch.linalg.norm(gradient).item() for gradient in gradients)
+        norm += float(torch.nn.utils.get_total_norm(gradients)) + int((gradients[0] > 0).sum())
+        for gradient in gradients:
+            if (gradient > 0.3).any():
+                gradient.mul_(0.5 / norm)
+
+
+PROGRAMS = (Clamps, LeavesOutSpikes, ClipsItself, Decides)
 
 
 def weights(kind: type[Net], strategy: Any = "single_device", devices: int = 1, **settings: Any) -> list[torch.Tensor]:

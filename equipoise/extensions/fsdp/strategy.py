@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -41,8 +42,10 @@ from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices, needs_
 from equipoise.extensions.fsdp.steps import ShardedSteps
 from equipoise.extensions.fsdp.units import Unit, choose_units, table_of, units_of_module
 from equipoise.extensions.fsdp.within_steps.stepped_by_hand import SteppedByHand
+from equipoise.extensions.fsdp.within_steps.whole_results import read_together
 from equipoise.formats import align_columns
 from equipoise.interop.adapters import check_feature
+from equipoise.interop.distributed.fully_sharded import read_numbers
 from equipoise.interop.lightning.classes import is_a
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.communication.process_group import another_group, loopback
@@ -395,7 +398,10 @@ class FSDPStrategy(ProcessStrategy):
             groups=groups,
             callbacks=list(getattr(getattr(module, "trainer", None), "callbacks", ())),
             is_cut=is_cut,
-            restores=[synchronise_metrics(module, self.processes.processes_per_batch)],
+            restores=[
+                synchronise_metrics(module, self.processes.processes_per_batch),
+                read_numbers(read_together(self._another_group(groups))),
+            ],
         )
 
     def _sequences(self, module: nn.Module) -> DividedSequences | None:
@@ -427,9 +433,13 @@ class FSDPStrategy(ProcessStrategy):
             return None
         group = None
         if self.save_in_background:
-            limit = timedelta(seconds=self.timeout)
-            group = groups.enter_context(another_group(limit, local=self.processes.spawns))
+            group = self._another_group(groups)
         return ShardFolders(self.processes, group)
+
+    def _another_group(self, groups: ExitStack) -> ProcessGroup:
+        """Begin a group of all processes, which is left at the end."""
+        limit = timedelta(seconds=self.timeout)
+        return groups.enter_context(another_group(limit, local=self.processes.spawns))
 
     def _mesh(self, *, is_cut: bool) -> DeviceMesh:
         """Return the processes as torch's `fully_shard` takes them: beside cut layers, those of a column."""

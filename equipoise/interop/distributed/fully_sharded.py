@@ -7,9 +7,11 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from equipoise.interop.adapters import find
 from equipoise.interop.refusal import refusal
@@ -22,6 +24,7 @@ __all__ = [
     "follow_gathering",
     "gather_in_forms",
     "keep_gathered",
+    "read_numbers",
     "reduce_at_the_end",
     "shards_and_wholes",
     "unshard_by_hand",
@@ -54,6 +57,8 @@ _OF_GROUP = (
     "_module_to_pre_load_state_dict_hook_handle",
 )
 _OF_PARAMETER = ("_post_load_hook_handle", "sharded_param")
+# Of the dispatcher of tensors in shards: functions that take the place of its own rules, by operation.
+_HANDLERS = "_custom_op_handlers"
 # Those of a parameter that is gathered in another form.
 _OF_FORMS = ("_sharded_param_data", "padded_sharded_param_size", "_init_extensions")
 
@@ -72,6 +77,8 @@ def check_names(mesh: DeviceMesh) -> None:
     fully_shard(probe, mesh=mesh)
     state: Any = probe._get_fsdp_state()  # type: ignore[operator]
     missing = [f"FSDPState.{name}" for name in _OF_STATE if not hasattr(state, name)]
+    if not hasattr(getattr(DTensor, "_op_dispatcher", None), _HANDLERS):
+        missing.append(f"DTensor._op_dispatcher.{_HANDLERS}")
     has_groups = hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
     groups = _groups_of(probe) if has_groups else []
     if not groups:
@@ -84,6 +91,29 @@ def check_names(mesh: DeviceMesh) -> None:
                 missing.append("FSDPParam.unsharded_param")
     if missing:
         raise refusal("strategy='fsdp'", "torch", dict.fromkeys(missing))
+
+
+def read_numbers(whole: Callable[[DTensor], Tensor]) -> Callable[[], None]:
+    """Let a number that is read from a tensor in shards be that of all processes, as by `float` and `bool`.
+
+    Torch reads the part of this process, such as its term of a sum that is not added up. Nothing public changes that.
+
+    Args:
+        whole: Returns a tensor in shards as a whole; called in all processes.
+
+    Returns:
+        Function that ends this.
+    """
+    handlers: dict[Any, Any] = getattr(DTensor._op_dispatcher, _HANDLERS)  # type: ignore[attr-defined]
+    operation = torch.ops.aten._local_scalar_dense.default
+
+    def read(_: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        is_whole = all(placement.is_replicate() for placement in tensor.placements)
+        return (tensor.to_local() if is_whole else whole(tensor)).item()
+
+    handlers[operation] = read
+    return lambda: handlers.pop(operation, None)
 
 
 def _groups_of(unit: nn.Module) -> Sequence[Any]:

@@ -18,7 +18,7 @@ from equipoise.parallel.batches.shares import even_chunks
 from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.tree import map_leaves, tensors_in
 
-__all__ = ["Mean", "compute_whole", "gathered", "is_alike", "part_like", "sum_gradient"]
+__all__ = ["Mean", "compute_whole", "gathered", "is_alike", "part_like", "read_together", "sum_gradient"]
 
 # Returns the mean over the processes of a gradient and its parameter.
 Mean = Callable[[Tensor, Any], Tensor]
@@ -27,6 +27,28 @@ Mean = Callable[[Tensor, Any], Tensor]
 def gathered(value: Any) -> Any:
     """Return arguments in which each tensor in shards is whole; called in all processes."""
     return map_leaves(lambda leaf: gather_whole(leaf) if isinstance(leaf, DTensor) else leaf, value)
+
+
+def read_together(group: dist.ProcessGroup) -> Callable[[DTensor], Tensor]:
+    """Return what gathers a tensor in shards of which a number is read, once all processes read it.
+
+    Args:
+        group: A group of all processes, in which nothing else is exchanged.
+    """
+
+    def whole(tensor: DTensor) -> Tensor:
+        try:
+            # Otherwise what this process alone exchanges would meet other exchanges, whose values it would change.
+            dist.barrier(group)
+        except RuntimeError as error:
+            raise StepError(
+                "A number of a weight or a gradient is read, as by `float`, `.item()` or `if`, which other processes"
+                " have not done within the timeout of strategy='fsdp'. Read it in all processes, and let one of them"
+                " print or store it."
+            ) from error
+        return gather_whole(tensor)
+
+    return whole
 
 
 def part_like(shard: Any, tensor: Tensor) -> Tensor:
