@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from torch import nn
 
 from equipoise.callbacks.oom_recovery import OOMRecovery
@@ -98,6 +98,10 @@ def check_callbacks(trainer: Any, strategy: Any) -> None:
             raise ConfigurationError(
                 f"OOMRecovery(policy={callback.policy!r}): {NOT_REPEATED} OOMRecovery(policy='raise') reports"
                 " memory only."
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                "ModelPruning computes masks of whole weights, which lie in shards here. Take strategy='ddp'."
             )
         if strategy.save_in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
             raise ConfigurationError(

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook as register_modules
+from torch.nn.modules.module import register_module_parameter_registration_hook as register_parameters
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from equipoise.errors import ConfigurationError
+from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.fsdp.mesh.configuration import whole_parameters
 from equipoise.extensions.fsdp.mesh.grid import copy_marks, part_of
 from equipoise.extensions.fsdp.state.gathering import whole
@@ -116,6 +118,7 @@ class ShardedModule:
             self._wrap_steps()
             self._wrap_switches()
             self._wrap_copying_and_loading()
+            self._hooks += [register_parameters(self._refuse_growth), register_modules(self._refuse_growth)]
         except BaseException:
             self._put_back()
             raise
@@ -143,6 +146,18 @@ class ShardedModule:
                 copy_marks(parameter, before[name])
         unsharded.difference_update(map(id, unit.module.parameters()))
         self._sharded.append(unit.module)
+
+    def _refuse_growth(self, module: nn.Module, name: str, part: Any) -> None:
+        """Refuse a parameter, or a layer, that the module gets within a run."""
+        parameters = list(part.parameters()) if isinstance(part, nn.Module) else [part]
+        present = {**dict(module.named_parameters(recurse=False)), **dict(module.named_children())}
+        is_new = part is not None and present.get(name) is not part
+        if is_new and parameters and any(inner is module for inner in self.module.modules()):
+            raise StepError(
+                f"The module gets {name!r} within a run, as a layer, or a parameter of `torch.nn.utils.prune` or of a"
+                " parametrization. Under strategy='fsdp' it would belong to no unit. Add it in `__init__` or"
+                " `configure_model`, or take strategy='ddp'."
+            )
 
     def _wrap_steps(self) -> None:
         """Let the user's steps gather the root's weights, as its forward would."""

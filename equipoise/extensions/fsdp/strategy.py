@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from equipoise.errors import ConfigurationError
@@ -502,6 +502,11 @@ class FSDPStrategy(ProcessStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
         """Gather the matrices of Muon, and free whole weights before a step by hand; see `Strategy.setup_optimizer`."""
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS joins all gradients into one vector, which strategy='fsdp' has in shards. Take strategy='ddp',"
+                " or another optimiser."
+            )
         stepped = super().setup_optimizer(optimizer)
         if self._run is not None and needs_whole_matrices(optimizer):
             stepped = WholeMatrices(optimizer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, prune, vector_to_parameters
 
 from equipoise import StepError
 from equipoise.extensions.fsdp.within_steps.seen_parameters import PartlyFreed
@@ -387,8 +387,23 @@ class Scaled(Net):
         self.temperature = nn.Parameter(torch.tensor(1.0))
 
 
+class Pruned(Net):
+    def on_train_epoch_start(self) -> None:
+        prune.l1_unstructured(self.first, "weight", amount=0.5)
+
+
+class Grown(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.another = nn.Linear(2, 2)
+
+
+class JoinsGradients(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 def refusals() -> dict[str, str]:
-    kinds: dict[str, Any] = {"no dimension": Scaled}
+    kinds: dict[str, Any] = {"no dimension": Scaled, "pruned": Pruned, "grown": Grown, "joined": JoinsGradients}
     for step in (assigned, changed_by_its_samples, made_of_a_weight):
         kind: Any = type("Program", (Student,), {"step": staticmethod(step)})
         kinds[step.__name__] = partial(kind, by_hand=True)
@@ -398,6 +413,9 @@ def refusals() -> dict[str, str]:
 def test_what_is_refused() -> None:
     errors = in_processes(2, refusals)
     assert re.match("ConfigurationError: temperature is a .* without a dimension.*torch.ones", errors["no dimension"])
+    assert re.match("StepError: The module gets 'weight_orig' within a run", errors["pruned"])
+    assert re.match("StepError: The module gets 'another' within a run", errors["grown"])
+    assert re.match("ConfigurationError: LBFGS joins all gradients", errors["joined"])
     assert re.match("StepError: The processes have assigned different gradients", errors["assigned"])
     assert re.match("StepError: The processes change .* by different values", errors["changed_by_its_samples"])
     assert re.match(r"StepError: A parameter was made of a weight.*clone\(\)", errors["made_of_a_weight"])

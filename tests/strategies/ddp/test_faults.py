@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from equipoise import DDPStrategy, WorkerError
+from equipoise import DDPStrategy, StepError, WorkerError
 from tests.conftest import ignoring
 from tests.support.programs import Program
 from tests.support.trainer_runs import Small, loader, trainer
@@ -121,6 +121,18 @@ def test_a_fault(engine: Any, how: str, place: str, tmp_path: Path, monkeypatch:
     module.place = "nowhere"
     run.fit(module, loader(4), loader(4))
     assert run.state.finished
+
+
+class FreezesInOne(Small):
+    def on_fit_start(self) -> None:
+        next(self.parameters()).requires_grad_(self.global_rank == 0)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_a_parameter_that_one_process_freezes_is_named(engine: str) -> None:
+    with pytest.raises(StepError, match=r"weight is frozen in some processes alone: .* rank 1 differ"):
+        trainer(strategy=DDPStrategy(engine=engine), devices=["cpu", "cpu"]).fit(FreezesInOne(), loader())
 
 
 SCRIPT = """

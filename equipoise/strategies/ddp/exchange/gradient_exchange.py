@@ -17,6 +17,7 @@ from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.torch.autograd import is_in_backward
 from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.communication.object_exchange import gather_objects
 from equipoise.parallel.communication.tensor_copies import copy_from_first
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult, TrainingStep
@@ -116,10 +117,22 @@ class GradientExchange:
             self._parameters = list(self._module.parameters())
             self._trainable = [parameter.requires_grad for parameter in self._parameters]
             self._watch_steps()
+            self._check_trainable()
             self._engine = self._make_engine()
             # Torch's wrapper is a module itself.
             self._may_have_grown = False
         return self._engine
+
+    def _check_trainable(self) -> None:
+        """Check that the same parameters are trainable in all processes, which exchange their gradients."""
+        frozen = {name for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+        for rank, others in enumerate(gather_objects(frozen)):
+            differing = sorted(frozen ^ others)
+            if differing:
+                raise StepError(
+                    f"{differing[0]} is frozen in some processes alone: this process and rank {rank} differ in its"
+                    " `requires_grad`. Freeze and unfreeze parameters in all processes, whatever their rank or samples."
+                )
 
     def _take_in_new_parameters(self) -> bool:
         """Give new parameters the values of rank 0; return whether there are any."""
