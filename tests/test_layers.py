@@ -39,7 +39,7 @@ NAMING_THE_TRAINER = {
 
 
 # Comparisons for extensions, beside those of the core.
-FOR_EXTENSIONS_ALONE = {"parallel/equality.py", "parallel/divergence/changes.py"}
+FOR_EXTENSIONS_ALONE = {"parallel/equality.py"}
 
 # Which extension imports which others. All of them import the core.
 EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {

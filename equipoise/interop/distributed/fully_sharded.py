@@ -104,7 +104,7 @@ def read_numbers(whole: Callable[[DTensor], Tensor]) -> Callable[[], None]:
     Returns:
         Function that ends this.
     """
-    handlers: dict[Any, Any] = getattr(DTensor._op_dispatcher, _HANDLERS)  # type: ignore[attr-defined]
+    handlers: dict[Any, Any] = getattr(DTensor._op_dispatcher, _HANDLERS)
     operation = torch.ops.aten._local_scalar_dense.default
 
     def read(_: Any, args: Any, kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ class AutomaticOptimization:
         self._compute_last = self._forward_backward
         has_parts = not self._is_alone and not strategy.processes.has_one_state
         if has_parts and self.backward.is_seen:
-            from equipoise.trainer.optimization.steps.unfinished_gradients import UnfinishedGradients
+            from equipoise.parallel.divergence.unfinished_gradients import UnfinishedGradients
 
             self.backward.watch(UnfinishedGradients(module).read_by)
             self._compute_last = self._compute_and_follow_later

@@ -125,12 +125,13 @@ class GradientExchange:
 
     def _check_trainable(self) -> None:
         """Check that the same parameters are trainable in all processes, which exchange their gradients."""
-        frozen = {name for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
-        for rank, others in enumerate(gather_objects(frozen)):
-            differing = sorted(frozen ^ others)
+        frozen_here = {name for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+        frozen = gather_objects(frozen_here)
+        for rank, names in enumerate(frozen):
+            differing = sorted(names ^ frozen[0])
             if differing:
                 raise StepError(
-                    f"{differing[0]} is frozen in some processes alone: this process and rank {rank} differ in its"
+                    f"{differing[0]} is frozen in some processes alone: ranks 0 and {rank} differ in its"
                     " `requires_grad`. Freeze and unfreeze parameters in all processes, whatever their rank or samples."
                 )
 
