@@ -183,8 +183,13 @@ def test_the_search_for_objects_takes_memory_as_the_file_does(content: bytes, tm
     assert peak < 1000 * DEPTH
 
 
-def test_a_key_is_looked_at_for_a_short_time_only(tmp_path: Path) -> None:
-    path = with_pickle(tmp_path, b")" + b"\x85" * 5000 + b"q\x010}h\x01K\x01s")
+@pytest.mark.parametrize(
+    "container",
+    [b"}h\x01K\x01s", b"\x8f(h\x01\x90", b"(h\x01\x91"],
+    ids=["dictionary", "set", "frozen set"],
+)
+def test_a_key_is_looked_at_for_a_short_time_only(container: bytes, tmp_path: Path) -> None:
+    path = with_pickle(tmp_path, b")" + b"\x85" * 5000 + b"q\x010" + container)
     with pytest.raises(CheckpointError, match="nested too deeply"):
         read_checkpoint(path)
 
