@@ -190,18 +190,21 @@ class HookState:
             roots[kind.__name__] = Root(datamodule, left_out, largest=_LARGEST_OF_DATA)
         module_name = type(module).__name__
         for path, part in module.named_modules():
-            if not isinstance(part, Metric):
-                name = f"{module_name}.{uncompiled_name(path)}" if path else module_name
-                kind = type(part)
-                left_out = _own_names(LightningModule) | _private_names(part) | _loaded_names(kind)
-                roots[name] = Root(part, left_out)
+            name = f"{module_name}.{uncompiled_name(path)}" if path else module_name
+            kind = type(part)
+            left_out = _own_names(LightningModule) | _private_names(part) | _loaded_names(kind)
+            if isinstance(part, Metric):
+                # The states of metrics are saved by themselves.
+                left_out |= _names_in(Metric) | set(part.metric_state)
+            roots[name] = Root(part, left_out)
         for callback in state.callbacks:
             kind = type(callback)
             # Mocks are of Python's own library, and record calls.
             package = kind.__module__.split(".")[0]
             if package != "equipoise" and package not in sys.stdlib_module_names:
                 left_out = _names_of_lightning(kind) | _loaded_names(kind) | _BOUND
-                roots[state_key_of(callback)] = Root(callback, left_out, objects_only=_is_of_lightning(kind))
+                name = _free_name(state_key_of(callback), roots)
+                roots[name] = Root(callback, left_out, objects_only=_is_of_lightning(kind))
         return roots
 
     def _data_roots(self, stage: str) -> dict[str, Root]:
@@ -214,9 +217,15 @@ class HookState:
                 left_out: frozenset[str] = frozenset()
                 if isinstance(value, DataLoader):
                     left_out = frozenset(vars(value)) - {"collate_fn"}
-                name = f"{stage} loader {index}: {type(value).__name__}"
+                name = _free_name(f"{stage} loader {index}: {type(value).__name__}", roots)
                 roots[name] = Root(value, left_out, largest=_LARGEST_OF_DATA)
         return roots
+
+
+def _free_name(name: str, roots: dict[str, Root]) -> str:
+    """Return a name, or the first numbered one that no object of the same class has."""
+    names = (name, *(f"{name} {number}" for number in range(2, len(roots) + 2)))
+    return next(free for free in names if free not in roots)
 
 
 @cache
@@ -244,10 +253,15 @@ def _names_of_lightning(kind: type) -> frozenset[str]:
         return frozenset()
     for base in kind.__mro__:
         if _is_of_lightning(base) and base is not Callback:
-            for method in vars(base).values():
-                if isinstance(method, FunctionType):
-                    names.update(method.__code__.co_names)
+            names |= _names_in(base)
     return frozenset(names)
+
+
+@cache
+def _names_in(kind: type) -> frozenset[str]:
+    """Return the names that the methods of a class use."""
+    methods = [method for method in vars(kind).values() if isinstance(method, FunctionType)]
+    return frozenset(name for method in methods for name in method.__code__.co_names)
 
 
 @cache

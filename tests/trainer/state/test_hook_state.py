@@ -1,13 +1,15 @@
 """State that hooks have set comes back in a resumed run, what cannot is named, and data are no state."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.support.trainer_runs import Small, Stream, trainer
 from tests.trainer.loops.test_resumption import SaveEverywhere
@@ -111,6 +113,44 @@ def test_two_names_of_a_value_remain_names_of_one(tmp_path: Path) -> None:
     module = resumed(Module, tmp_path)
     assert module.latest is module.rows
     assert module.rows == [0, 1, 0, 1]
+
+
+def test_objects_of_one_class_have_states_of_their_own(tmp_path: Path) -> None:
+    class Counts(Callback):
+        def __init__(self, by: int) -> None:
+            self.by, self.total = by, 0
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.total += self.by
+
+    class Rows(Dataset[Tensor]):
+        read = 0
+
+        def __len__(self) -> int:
+            return len(ROWS)
+
+        def __getitem__(self, index: int) -> Tensor:
+            self.read += 1
+            return ROWS[index]
+
+    class Both:
+        """Batches of two loaders in turn."""
+
+        def __init__(self) -> None:
+            self.datasets = [DataLoader(Rows(), batch_size=1), DataLoader(Rows(), batch_size=4)]
+
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Any:
+            return chain(*self.datasets)
+
+    def ends(path: Path | None = None) -> list[int]:
+        data, callbacks = Both(), [Counts(1), Counts(10)]
+        trainer(max_epochs=2, callbacks=[*callbacks, Saves(tmp_path)]).fit(Recording(), data, ckpt_path=path)
+        return [each.total for each in callbacks] + [each.dataset.read for each in data.datasets]
+
+    assert ends() == ends(tmp_path / "on_train_batch_end-07.ckpt") == [10, 100, 8, 8]
 
 
 def test_objects_that_lack_are_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from datetime import datetime
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.wrappers import Running
 
 from tests.support.trainer_runs import trainer
 from tests.trainer.state.test_hook_state import ROWS, Recording, Saves, resumed
@@ -28,6 +31,15 @@ class Meter:
 
     def __init__(self, total: int = 1) -> None:
         self.total = total
+
+    def add(self) -> int:
+        self.total += 1
+        return self.total
+
+
+def appended(values: list[int], last: int) -> int:
+    values.append(last)
+    return sum(values)
 
 
 class Phase(Enum):
@@ -241,9 +253,41 @@ class WeightsOfTheEpoch(Changing):
         nn.init.ones_(self.layer.weight)
 
 
+class Parts(Changing):
+    """Values that functions, methods and partials hold."""
+
+    def construct(self) -> None:
+        counts = [1]
+        total = 1.0
+
+        def counted() -> float:
+            nonlocal total
+            counts.append(2)
+            total *= 2
+            return total + sum(counts)
+
+        self.counted = counted
+        self.method = Meter().add
+        self.partial = partial(appended, [1], last=3)
+
+    def factor(self) -> float:
+        return self.counted() + self.method() + self.partial()
+
+
+class PlainPartOfAMetric(Changing):
+    def construct(self) -> None:
+        self.mean = Running(MeanMetric(), window=2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(self.global_step + 1)
+
+    def factor(self) -> float:
+        return float(self.mean.compute())
+
+
 KINDS: list[type[Changing]] = [
     *(Attribute, ListOfObjects, DictionaryOfObjects, UnsavedBuffer, Member, Tuples, Slots, Arguments, OneOfSeveral),
-    *(InADictionaryToo, NoLongerOne, WithGradient, Layer, WeightsOfTheEpoch),
+    *(InADictionaryToo, NoLongerOne, WithGradient, Layer, WeightsOfTheEpoch, Parts, PlainPartOfAMetric),
 ]
 
 

@@ -5,7 +5,8 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from types import MemberDescriptorType, SimpleNamespace
+from functools import partial
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,6 +23,8 @@ Path = tuple[Step, ...]
 
 # Packages whose objects are not followed: they hold what is created anew, and have states of their own.
 _NOT_FOLLOWED = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "equipoise"})
+# The parts of a partial, in the order of its state.
+_PARTS = ("func", "args", "keywords")
 # Longer containers are data, unless all of their items are plain.
 _MOST_ITEMS = 1000
 
@@ -47,9 +50,11 @@ def steps_from(value: Any) -> list[tuple[Step, Any]] | None:
     if isinstance(value, dict | list | tuple | deque):
         return _items_of(value)
     # These are followed, whoever has written their classes.
-    if isinstance(value, nn.Module | Dataset | Sampler | SimpleNamespace | Namespace):
+    if isinstance(value, nn.Module | Dataset | Sampler | SimpleNamespace | Namespace | MethodType | partial):
         return attributes_of(value)
-    package = type(value).__module__.split(".")[0]
+    # A function is of the module that defines it.
+    owner = value if isinstance(value, FunctionType) else type(value)
+    package = str(owner.__module__).split(".")[0]
     if package in _NOT_FOLLOWED or package in sys.stdlib_module_names:
         return None
     return attributes_of(value)
@@ -83,9 +88,50 @@ def attributes_of(value: Any) -> list[tuple[Step, Any]] | None:
     return [*in_slots, *attributes.items()]
 
 
+class _FreeVariable:
+    """A variable of the code around a function, read and set like an attribute in a slot is."""
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell = cell
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        try:
+            return self._cell.cell_contents
+        # It has no value yet.
+        except ValueError as error:
+            raise AttributeError from error
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def __delete__(self, owner: Any) -> None:
+        del self._cell.cell_contents
+
+
+class _Argument:
+    """A part of a partial, read and set like an attribute in a slot is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return getattr(owner, self._name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        parts = {name: getattr(owner, name) for name in _PARTS} | {self._name: value}
+        owner.__setstate__((*parts.values(), vars(owner)))
+
+
 def slots_of(value: Any) -> dict[str, Any]:
-    """Return the descriptors of the attributes that `__slots__` declares, by their names."""
+    """Return the descriptors of attributes in slots by name, and of what functions, methods and partials hold."""
+    if isinstance(value, FunctionType):
+        variables = map(_FreeVariable, value.__closure__ or ())
+        return dict(zip(value.__code__.co_freevars, variables, strict=True))
+    if isinstance(value, MethodType):
+        return {"__self__": vars(MethodType)["__self__"]}
     slots: dict[str, Any] = {}
+    if isinstance(value, partial):
+        slots = {name: _Argument(name) for name in _PARTS}
     for base in reversed(type(value).__mro__):
         if "__slots__" in vars(base):
             slots.update((name, slot) for name, slot in vars(base).items() if isinstance(slot, MemberDescriptorType))

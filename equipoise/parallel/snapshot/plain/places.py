@@ -125,7 +125,11 @@ class _Slots:
             raise KeyError(name) from error
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._slots[name].__set__(self._owner, value)
+        try:
+            self._slots[name].__set__(self._owner, value)
+        # The object of a method stays.
+        except AttributeError as error:
+            raise TypeError from error
 
     def __delitem__(self, name: str) -> None:
         try:
