@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.errors import CheckpointError
+from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.torch.optimizers import is_of_torch
 from equipoise.trainer.checkpointing.entry_checks import (
     LARGEST_COUNT,
@@ -206,6 +207,15 @@ def _are_sizes(value: Any) -> bool:
     return any_list.fits(value) and all(map(_NUMBER.fits, value))
 
 
+def _are_options(value: Any) -> bool:
+    if not any_list.fits(value) or len(value) != len(LogOptions._fields):
+        return False
+    options = LogOptions(*value)._asdict()
+    # A function, or its name.
+    del options["reduce_fx"]
+    return all(option is None or isinstance(option, int) for option in options.values())
+
+
 def _change(least: int) -> Kind:
     """Return the kind of an entry that begins with a path: the name of an object, and names or keys from there."""
 
@@ -245,6 +255,7 @@ _HOOK_STATE = OrMissing({name: [_change(least)] for name, least in _CHANGES.item
 # The position of a process in an epoch.
 _RANDOM_STATE = Whole({"global": random_state, "generators": any_list})
 _LOGGED = ("total", "step", "key", "options", "dataloader_idx", "metric", "weight", "dtype")
+_OPTIONS = Kind("the arguments of `self.log`", _are_options)
 _POSITION = Whole(
     {
         "random_state": _RANDOM_STATE,
@@ -255,7 +266,9 @@ _POSITION = Whole(
         "batch_end": OrMissing(OrNone(any_list)),
         "window": named_entries,
         "gradients": [gradient],
-        "logs": Whole({"callback_metrics": mapping, "entries": [Whole(dict.fromkeys(_LOGGED, anything))]}),
+        "logs": Whole(
+            {"callback_metrics": mapping, "entries": [Whole({**dict.fromkeys(_LOGGED, anything), "options": _OPTIONS})]}
+        ),
         "metrics": named_entries,
         "hook_state": _HOOK_STATE,
         "data_before_order": _HOOK_STATE,

@@ -324,7 +324,8 @@ def test_an_epoch_that_was_left_in_its_midst(tmp_path: Path, positions: Any) -> 
         (("hook_state", "values"), (3,), "['values'][0] must be a list that begins with a path, not 3"),
         (("hook_state", "values"), [[["module", 4], 1, False]], "['values'][0] must be a list that begins with a path"),
         (("hook_state", "deleted"), [[]], "['deleted'][0] must be a list that begins with a path"),
-        (("logs", "entries", 0, "options", 3), torch.zeros(2), "cannot be loaded (RuntimeError: Boolean value"),
+        (("logs", "entries", 0, "options", 3), torch.zeros(2), "['options'] must be the arguments of `self.log`"),
+        (("logs", "entries", 0, "key"), 3, "cannot be loaded (TypeError"),
     ],
 )
 def test_what_an_epoch_has_left_is_of_other_types(
