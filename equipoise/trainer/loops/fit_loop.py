@@ -156,7 +156,10 @@ class FitLoop:
         self.schedulers = Schedulers(self.state, module, strategy.processes, hooks, self.logs, self._awaits_validation)
         self.weight = BatchWeight(splitter_of(strategy, module), strategy.processes.data.world_size)
         self.training_steps.begin()
-        self.load_data()
+        if self.resumption is None:
+            self.load_data()
+        else:
+            self.resumption.request_loaders(self.load_data)
         if self.fit.data.loaders is None:
             rank_zero_info("`Trainer.fit` stopped: No training batches.")
             return
@@ -276,6 +279,7 @@ class FitLoop:
         data = self.fit.data
         if not data.is_request_due(state):
             return
+        self.hook_state.begin_request()
         is_first = data.loaders is None
         is_repeated = not is_first or (state.current_epoch > 0 and self.resumption is None)
         data.request(state, self.module, self.strategy, self.data.request_loaders)

@@ -138,7 +138,8 @@ class FitState(SentState):
             position: The position of the checkpoint; see `trainer/loops/position.py`.
         """
         assert self.hook_state is not None
-        self.hook_state.resume(position.get("hook_state", {}), position.get("data_before_order", {}))
+        before_request = position.get("before_request", {})
+        self.hook_state.resume(position.get("hook_state", {}), position.get("data_before_order", {}), before_request)
         self.window.load_state_dict(position["window"])
         self.progress.skipped_steps = position.get("skipped_steps", 0)
         self.has_ended = position.get("has_ended", False)

@@ -87,6 +87,7 @@ class PositionOfRun:
             "metrics": metric_states(module),
             "hook_state": fit.hook_state.changes(),
             "data_before_order": fit.hook_state.before_order,
+            "before_request": fit.hook_state.before_request,
             "metrics_of_validation": sorted(fit.validated_metrics.union(validated)),
             "validated": sorted(fit.validated | logged.names()),
             "before_validation": fit.before_validation,

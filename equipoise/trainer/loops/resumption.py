@@ -13,6 +13,8 @@ yields them now.
     or after it                   the rest of an epoch that max_steps had cut short, if the limits now allow more
 """
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import LightningModule
@@ -203,6 +205,23 @@ class Resumption:
             f" and some samples of the epoch would be lost, others seen twice: {obstacle}. Resume with as many"
             " processes and the same strategy, or from a checkpoint of an epoch's end."
         )
+
+    def request_loaders(self, load_data: Callable[[], None]) -> None:
+        """Request the training loaders as the checkpoint's run has: in the same epoch, and from the same state."""
+        epoch = self.fit.progress.epoch.current
+        present = epoch.completed
+        loaded_at = (self.position or {}).get("loaders", {}).get("loaded_at", -math.inf)
+        if loaded_at >= 0:
+            epoch.completed = loaded_at
+        try:
+            data = self.fit.data
+            # `configure_optimizers` may have requested them, as at the start of a run.
+            if self.hook_state.before_request and (data.loaders is None or loaded_at != data.loaded_at):
+                data.forget()
+                self.hook_state.restore_request()
+            load_data()
+        finally:
+            epoch.completed = present
 
     def restore_loaders(self) -> None:
         """Restore the epoch in which the training loaders were requested, and the start of their workers."""

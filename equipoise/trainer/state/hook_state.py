@@ -27,6 +27,7 @@ from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class HookState:
 
     Attributes:
         before_order: What had changed in the training data when the order of the present epoch was drawn.
+        before_request: What had changed when the training loaders were requested, with the state of every generator;
+            empty if they are requested once.
     """
 
     def __init__(
@@ -76,9 +79,13 @@ class HookState:
         self._state = PlainState()
         self._has_begun = False
         self.before_order: State = {}
+        self.before_request: dict[str, Any] = {}
+        # The state before the first request.
+        self._before_requests: PlainState | None = None
         # The changes of the run that this one resumes.
         self._earlier: State = {}
         self._is_reported = True
+        self._in_epoch = False
         # Paths of what the sanity check has changed, as texts.
         self._of_sanity_check: set[str] = set()
         # Named places where the present run is constructed otherwise.
@@ -89,6 +96,24 @@ class HookState:
     def begin_hooks(self) -> None:
         """Note the state before the hooks of the start."""
         self._state.mark(self._objects())
+
+    def begin_request(self) -> None:
+        """Note the state before the training loaders are requested, if that is repeated: they may depend on it."""
+        if self._run_state.reload_dataloaders_every_n_epochs:
+            changes = self._first_request().changes(self._objects())
+            self.before_request = {"random_state": random_state_of([]), "hook_state": changes}
+
+    def _first_request(self) -> PlainState:
+        if self._before_requests is None:
+            self._before_requests = PlainState()
+            self._before_requests.mark(self._objects())
+        return self._before_requests
+
+    def restore_request(self) -> None:
+        """Bring the objects, and every generator, to their state before the training loaders were requested."""
+        self._first_request()
+        load_random_state([], self.before_request["random_state"])
+        self._restore(self._objects(), self.before_request["hook_state"])
 
     def begin_data(self) -> None:
         """Note the state of the training data before the first order is drawn from them."""
@@ -130,10 +155,11 @@ class HookState:
 
     # In a resumed run.
 
-    def resume(self, changes: State, before_order: State) -> None:
+    def resume(self, changes: State, before_order: State, before_request: dict[str, Any]) -> None:
         """Take the changes of the run that is resumed."""
         self._earlier = changes
         self.before_order = before_order
+        self.before_request = before_request
 
     def bring_back(self, *, in_epoch: bool) -> None:
         """Bring the changes back, after the hooks of the start.
@@ -142,6 +168,7 @@ class HookState:
             in_epoch: Whether an epoch is resumed whose `on_train_epoch_start` is not called.
         """
         self._is_reported = not self._earlier
+        self._in_epoch = in_epoch
         if in_epoch:
             from equipoise.trainer.state.lacking_objects import begin_again
 
@@ -166,10 +193,13 @@ class HookState:
     def report(self) -> None:
         """Warn once of what could not be brought back, after `on_train_epoch_start`."""
         if not self._is_reported:
-            from equipoise.trainer.state.lacking_objects import warn_of_lacking
+            from equipoise.trainer.state.lacking_objects import warn_of_hidden, warn_of_lacking
 
             self._is_reported = True
             warn_of_lacking(self._roots(), self._earlier, self._state)
+            # Data are read again, and with them their iterators.
+            roots = {name: root for name, root in self._objects().items() if root.value is not self._hooks.datamodule}
+            warn_of_hidden(self._run_state, roots, None if self._in_epoch else self._state)
 
     # The objects.
 

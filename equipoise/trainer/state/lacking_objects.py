@@ -1,14 +1,19 @@
 """Objects that hooks had made, and that a resumed run lacks."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from io import IOBase
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.plain.copies import copied
-from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.leaves import Leaves
+from equipoise.parallel.snapshot.plain.paths import Root, steps_from
+from equipoise.parallel.snapshot.plain.places import text_of
 from equipoise.parallel.snapshot.plain.restoring import differing
 from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.parallel.snapshot.plain.values import LARGEST
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from equipoise.trainer.hooks.hooks import Hooks
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["begin_again", "warn_of_lacking"]
+__all__ = ["begin_again", "warn_of_hidden", "warn_of_lacking"]
 
 _MOST_LISTED = 5
 
@@ -69,3 +74,33 @@ def warn_of_lacking(roots: Mapping[str, Root], changes: State, plain_state: Plai
             f" containers of them, up to {LARGEST >> 20} MiB each. Create such objects in `on_train_start` or"
             " `on_train_epoch_start`, register large tensors as buffers, or save them in `on_save_checkpoint`."
         )
+
+
+def warn_of_hidden(run_state: "RunState", roots: Mapping[str, Root], made_before: PlainState | None) -> None:
+    """Warn of iterators and further optimisers, whose state no attribute shows.
+
+    Args:
+        run_state: The optimisers of the run, which a checkpoint holds.
+        roots: The module and the callbacks, by their names.
+        made_before: The state when the run began. Later objects are those of a new epoch; None: the epoch is resumed.
+    """
+    leaves = [leaf for leaf in Leaves().of(roots) if leaf.kind == "objects" and not roots[leaf.path[0]].objects_only]
+    hidden = [
+        f"{text_of(leaf.path)} ({type(leaf.value).__name__})"
+        for leaf in leaves
+        if _is_hidden(leaf.value)
+        and not any(leaf.value is optimizer for optimizer in run_state.optimizers)
+        and (made_before is None or made_before.has_noted(list(leaf.path), leaf.value))
+    ]
+    if hidden:
+        rank_zero_warn(
+            f"The resumed run has {', '.join(hidden[:_MOST_LISTED])} as made anew: a checkpoint holds no position of an"
+            " iterator, and no state of an optimiser that `configure_optimizers` has not returned. Save and restore it"
+            " in `on_save_checkpoint` and `on_load_checkpoint`."
+        )
+
+
+def _is_hidden(value: Any) -> bool:
+    if isinstance(value, Optimizer):
+        return True
+    return isinstance(value, Iterator) and not isinstance(value, IOBase | count) and steps_from(value) is None

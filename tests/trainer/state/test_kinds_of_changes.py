@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.wrappers import Running
 
 from tests.support.trainer_runs import trainer
+from tests.trainer.loops.test_resumption import SaveEverywhere
 from tests.trainer.state.test_hook_state import ROWS, Recording, Saves, resumed
 
 # The first step after which a change is made.
@@ -335,6 +337,35 @@ def test_what_cannot_come_back_is_named(kind: str, tmp_path: Path) -> None:
         resumed(Module, tmp_path)
 
 
+HIDDEN: dict[str, Callable[[Any], Any]] = {
+    "tuple_iterator": lambda _: iter((1, 2, 3, 4)),
+    "cycle": lambda _: itertools.cycle([1, 2]),
+    "generator": lambda _: (number for number in range(9)),
+    "Adam": lambda module: torch.optim.Adam(module.layer.parameters()),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_iterators_and_further_optimisers_are_named_unless_the_epoch_makes_them(kind: str, tmp_path: Path) -> None:
+    class Module(Changing):
+        def construct(self) -> None:
+            self.value = HIDDEN[kind](self)
+
+    class OfTheEpoch(Recording):
+        def on_train_epoch_start(self) -> None:
+            self.value = HIDDEN[kind](self)
+
+    with pytest.warns(UserWarning, match=rf"has Module\.value \({kind}\) as made anew: .* no position of an iterator"):
+        resumed(Module, tmp_path)
+    with pytest.warns(UserWarning, match=rf"has OfTheEpoch\.value \({kind}\) as made anew"):
+        resumed(OfTheEpoch, tmp_path)
+    # An epoch's end, after which the value is that of the next epoch.
+    saves = SaveEverywhere(tmp_path, ("on_train_epoch_end",))
+    trainer(max_epochs=2, callbacks=[saves]).fit(OfTheEpoch(), DataLoader(ROWS, batch_size=2))
+    path = next(tmp_path.glob("on_train_epoch_end*"))
+    trainer(max_epochs=2).fit(OfTheEpoch(), DataLoader(ROWS, batch_size=2), ckpt_path=path)
+
+
 def test_other_arguments_of_the_constructor_stay(tmp_path: Path) -> None:
     class Module(Recording):
         def __init__(self, alpha: float, options: dict[str, Any]) -> None:
@@ -417,3 +448,38 @@ def test_what_the_sanity_check_changes_comes_back(tmp_path: Path) -> None:
         Validated(), data, data, ckpt_path=tmp_path / "on_train_batch_end-01.ckpt"
     )
     assert again.ended == undisturbed.ended == 2
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("estimates", [False, True])
+def test_training_loaders_are_requested_from_the_state_in_which_they_were(
+    every: int, estimates: bool, tmp_path: Path
+) -> None:
+    class Module(Recording):
+        def configure_optimizers(self) -> Any:
+            self.steps = self.trainer.estimated_stepping_batches if estimates else 0
+            return super().configure_optimizers()
+
+    class Requests(LightningDataModule):
+        requests = 0
+
+        def train_dataloader(self) -> Any:
+            self.requests += 1
+            # Too large to be state themselves.
+            factors = (1 << 17) * [self.requests + self.trainer.current_epoch + float(torch.rand(()))]
+            rows = torch.tensor(factors)[:, None].expand(-1, 2).clone()
+            return DataLoader(rows, batch_size=1 << 16)
+
+    def end(path: Path | None = None) -> tuple[int, Any]:
+        torch.manual_seed(0)
+        module, data = Module(), Requests()
+        # Another process has drawn other numbers by now.
+        torch.manual_seed(1 if path and every and not estimates else 0)
+        saves = Saves(tmp_path)
+        run = trainer(max_epochs=3, reload_dataloaders_every_n_epochs=every, callbacks=[saves])
+        run.fit(module, datamodule=data, ckpt_path=path)
+        return data.requests, module.layer.weight.tolist()
+
+    undisturbed = end()
+    for batch in (1, 3, 5):
+        assert end(tmp_path / f"on_train_batch_end-{batch:02d}.ckpt") == undisturbed
