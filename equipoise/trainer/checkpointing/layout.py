@@ -272,7 +272,7 @@ _POSITION = Whole(
         "metrics": named_entries,
         "hook_state": _HOOK_STATE,
         "data_before_order": _HOOK_STATE,
-        "before_request": OrMissing(OrEmpty(Whole({"random_state": _RANDOM_STATE, "hook_state": _HOOK_STATE}))),
+        "before_request": OrMissing(OrEmpty(Whole({"random_state": random_state, "hook_state": _HOOK_STATE}))),
         "metrics_of_validation": [text],
         "validated": OrMissing([text]),
         "loaders": OrMissing(OrEmpty(Whole({"loaded_at": anything, "workers": any_list}))),

@@ -21,13 +21,13 @@ from torchmetrics import Metric
 
 from equipoise.interop.torch.modules import uncompiled_name
 from equipoise.notices import is_of_library
+from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.generators import linked
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.layout import OUR_KEY
-from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class HookState:
         """Note the state before the training loaders are requested, if that is repeated: they may depend on it."""
         if self._run_state.reload_dataloaders_every_n_epochs:
             changes = self._first_request().changes(self._objects())
-            self.before_request = {"random_state": random_state_of([]), "hook_state": changes}
+            self.before_request = {"random_state": random_state.capture().state_dict(), "hook_state": changes}
 
     def _first_request(self) -> PlainState:
         if self._before_requests is None:
@@ -112,7 +112,7 @@ class HookState:
     def restore_request(self) -> None:
         """Bring the objects, and every generator, to their state before the training loaders were requested."""
         self._first_request()
-        load_random_state([], self.before_request["random_state"])
+        random_state.RandomState.from_state_dict(self.before_request["random_state"]).restore()
         self._restore(self._objects(), self.before_request["hook_state"])
 
     def begin_data(self) -> None:
