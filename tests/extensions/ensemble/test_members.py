@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from equipoise import EnsembleStrategy
+from equipoise import EnsembleStrategy, StepError
 from tests.conftest import ignoring
 from tests.extensions.ensemble.runs import Classifier, alone, difference, ensemble, loader, states_alone, trainer
 
@@ -181,12 +181,54 @@ class Mixture(nn.Module):
         return logits * options["factor"] + labels[:, None]
 
 
+class Penalised(Classifier):
+    """Asks for the gradient of its input, in the batch itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0].requires_grad_())
+        (slope,) = torch.autograd.grad(logits.sum(), batch[0], create_graph=True, allow_unused=True)
+        return nn.functional.cross_entropy(logits, batch[1]) + slope.square().mean()
+
+
+class PenalisedAsKnown(Classifier):
+    """Asks for the gradient of its input in batches of a negative mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch[0].mean() < 0:
+            batch[0].requires_grad_()
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        if batch[0].requires_grad:
+            (slope,) = torch.autograd.grad(logits.sum(), batch[0], create_graph=True, allow_unused=True)
+            loss = loss + slope.square().mean()
+        return loss
+
+
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("module", [Steps, Branching, InPlace, Clamping, Scheduled, Skipping, Weighing, Mixing])
+@pytest.mark.parametrize(
+    "module",
+    [*(Steps, Branching, InPlace, Clamping, Scheduled, Skipping), *(Weighing, Mixing, Penalised, PenalisedAsKnown)],
+)
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:
     strategy, _, _ = ensemble(seed, module, accumulate_grad_batches=window)
     assert difference(strategy, states_alone(seed, 3, module, accumulate_grad_batches=window)) <= CLOSE
+
+
+class Weighted(Classifier):
+    """Weighs its losses by gradients of its parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        slopes = torch.autograd.grad(loss, list(self.net.parameters()), retain_graph=True, allow_unused=True)
+        return loss * (1 + sum(slope.norm() for slope in slopes if slope is not None)).detach()
+
+
+def test_gradients_of_parameters_are_refused_where_these_are_stacked(seed: int) -> None:
+    with pytest.raises(StepError, match=r"gradients of parameters in a step of an ensemble.*mode='one_by_one'"):
+        ensemble(seed, Weighted)
+    strategy, _, _ = ensemble(seed, Weighted, mode="one_by_one")
+    assert difference(strategy, states_alone(seed, 3, Weighted)) == 0
 
 
 class SharedNorm(Classifier):

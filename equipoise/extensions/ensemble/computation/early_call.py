@@ -79,6 +79,9 @@ class EarlyCall:
         """Return True if a call would compute what was computed."""
         if torch.is_grad_enabled() != self._has_gradients:
             return False
+        # The step asks for the gradient of its input, which the call that was computed does not have.
+        if any(tensor.requires_grad for tensor in self._tensors[member]):
+            return False
         if not self._has_arguments(member, call):
             return False
         if self._versions_of(member) != self._versions[member]:
@@ -111,9 +114,11 @@ def parts_of_batches(tensors: Sequence[Tensor], batches: Sequence[Any]) -> list[
         batches: The batch of each member.
 
     Returns:
-        None if a tensor is no part of the batch, the batches differ in their number of tensors, or changes of the
-        tensors leave no trace, as in inference mode.
+        None if a tensor is no part of the batch or requires a gradient, which the others do not yet, the batches differ
+        in their number of tensors, or changes of the tensors leave no trace, as in inference mode.
     """
+    if any(tensor.requires_grad for tensor in tensors):
+        return None
     tensors_of_batches = list(map(_tensors_of, batches))
     places = {}
     for index, tensor in enumerate(tensors_of_batches[0]):

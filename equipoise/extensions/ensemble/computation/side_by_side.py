@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from equipoise.errors import StepError
 from equipoise.extensions.ensemble.computation.batched_call import (
     BatchedCall,
     Call,
@@ -28,6 +29,7 @@ from equipoise.extensions.ensemble.computation.batched_call import (
 )
 from equipoise.extensions.ensemble.computation.early_call import EarlyCall, parts_of_batches
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers
+from equipoise.interop.distributed.backward_calls import BackwardCall, intercept_backwards
 from equipoise.interop.torch.modules import children_of
 
 __all__ = ["SideBySide"]
@@ -91,6 +93,7 @@ class SideBySide:
         self.has_batched = False
         self._batches = batches
         results = []
+        end_backwards = intercept_backwards(self._run_backward)
         try:
             with self._intercepted():
                 self._members.refresh()
@@ -101,10 +104,23 @@ class SideBySide:
                     if member:
                         self._put_back()
         finally:
+            end_backwards()
             self._batches = ()
             self._member = 0
             self._early.clear()
         return results
+
+    def _run_backward(self, call: BackwardCall) -> Any:
+        """Run a backward of a step, unless it asks for gradients of parameters that stand in for stacked ones."""
+        if self._early and call.inputs:
+            parameters = {id(parameter) for member in self._members.modules for parameter in member.parameters()}
+            if not parameters.isdisjoint(map(id, call.leaves())):
+                raise StepError(
+                    "`torch.autograd.grad`, or `backward(inputs=...)`, was asked for gradients of parameters in a step"
+                    " of an ensemble, whose networks are computed with the stacked parameters of all members. Take"
+                    " EnsembleStrategy(mode='one_by_one')."
+                )
+        return call.run()
 
     def skip(self) -> None:
         """Note that a step is computed one by one."""
