@@ -36,10 +36,6 @@ ON_OTHER_DEVICES_ONLY = {
     f"{_PIPELINE}/test_faults.py::test_shared_layers_with_statistics_on_one_device": (
         "stages of one device share the layer; there are two devices here"
     ),
-    f"{_PIPELINE}/test_processes.py::test_what_is_refused_in_the_run"
-    "[Lbfgs-error2-LBFGS computes a batch several times]": (
-        "LBFGS is refused with another message where parameters lie on several devices"
-    ),
     f"{_REPLICATED}/test_replicated.py::test_dim": _IN_ORDER,
     f"{_REPLICATED}/test_replicated.py::test_the_step_runs_once_and_forward_in_parts": _IN_ORDER,
     f"{_REPLICATED}/test_balanced.py::test_the_first_device": (

@@ -118,7 +118,7 @@ class ShardedModule:
             self._wrap_steps()
             self._wrap_switches()
             self._wrap_copying_and_loading()
-            self._hooks += [register_parameters(self._refuse_growth), register_modules(self._refuse_growth)]
+            self._watch_growth(after_the_run)
         except BaseException:
             self._put_back()
             raise
@@ -147,12 +147,22 @@ class ShardedModule:
         unsharded.difference_update(map(id, unit.module.parameters()))
         self._sharded.append(unit.module)
 
+    def _watch_growth(self, after_the_run: Mapping[str, nn.Parameter]) -> None:
+        """Refuse parameters that no unit has from now on.
+
+        Args:
+            after_the_run: The parameters that take the place of the shards in the end.
+        """
+        forms = [form for unit in self._sharded for pair in shards_and_wholes(unit) for form in pair]
+        # Some layers, such as an LSTM, register the form that torch shows now.
+        self._known = set(map(id, [*forms, *self.module.parameters(), *after_the_run.values()]))
+        self._hooks += [register_parameters(self._refuse_growth), register_modules(self._refuse_growth)]
+
     def _refuse_growth(self, module: nn.Module, name: str, part: Any) -> None:
         """Refuse a parameter, or a layer, that the module gets within a run."""
-        parameters = list(part.parameters()) if isinstance(part, nn.Module) else [part]
-        present = {**dict(module.named_parameters(recurse=False)), **dict(module.named_children())}
-        is_new = part is not None and present.get(name) is not part
-        if is_new and parameters and any(inner is module for inner in self.module.modules()):
+        parameters: list[Any] = list(part.parameters()) if isinstance(part, nn.Module) else [part]
+        is_new = any(parameter is not None and id(parameter) not in self._known for parameter in parameters)
+        if is_new and any(inner is module for inner in self.module.modules()):
             raise StepError(
                 f"The module gets {name!r} within a run, as a layer, or a parameter of `torch.nn.utils.prune` or of a"
                 " parametrization. Under strategy='fsdp' it would belong to no unit. Add it in `__init__` or"
