@@ -160,8 +160,12 @@ class ShardedModule:
 
     def _refuse_growth(self, module: nn.Module, name: str, part: Any) -> None:
         """Refuse a parameter, or a layer, that the module gets within a run."""
-        parameters: list[Any] = list(part.parameters()) if isinstance(part, nn.Module) else [part]
-        is_new = any(parameter is not None and id(parameter) not in self._known for parameter in parameters)
+        if part is None:
+            return
+        parameters = list(part.parameters()) if isinstance(part, nn.Module) else [part]
+        # Pruning registers the parameter itself, under another name.
+        is_new = bool(parameters) and not hasattr(module, name)
+        is_new = is_new or any(id(parameter) not in self._known for parameter in parameters)
         if is_new and any(inner is module for inner in self.module.modules()):
             raise StepError(
                 f"The module gets {name!r} within a run, as a layer, or a parameter of `torch.nn.utils.prune` or of a"

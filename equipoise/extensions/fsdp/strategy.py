@@ -502,15 +502,17 @@ class FSDPStrategy(ProcessStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
         """Gather the matrices of Muon, and free whole weights before a step by hand; see `Strategy.setup_optimizer`."""
-        if isinstance(optimizer, LBFGS):
-            raise ConfigurationError(
-                "LBFGS joins all gradients into one vector, which strategy='fsdp' has in shards. Take strategy='ddp',"
-                " or another optimiser."
-            )
         stepped = super().setup_optimizer(optimizer)
-        if self._run is not None and needs_whole_matrices(optimizer):
+        if self._run is None:
+            return stepped
+        if isinstance(optimizer, LBFGS) and not self._run.by_hand:
+            raise ConfigurationError(
+                "LBFGS joins all gradients into one vector, which strategy='fsdp' has in shards. Optimise by hand, take"
+                " strategy='ddp', or another optimiser."
+            )
+        if needs_whole_matrices(optimizer):
             stepped = WholeMatrices(optimizer)
-        if self._run is not None and self._run.by_hand:
+        if self._run.by_hand:
             stepped = SteppedByHand(stepped, self._run.sharded)
         return stepped
 
