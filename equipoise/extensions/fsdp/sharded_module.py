@@ -163,10 +163,10 @@ class ShardedModule:
         if part is None:
             return
         parameters = list(part.parameters()) if isinstance(part, nn.Module) else [part]
+        is_unknown = any(id(parameter) not in self._known for parameter in parameters)
         # Pruning registers the parameter itself, under another name.
-        is_new = bool(parameters) and not hasattr(module, name)
-        is_new = is_new or any(id(parameter) not in self._known for parameter in parameters)
-        if is_new and any(inner is module for inner in self.module.modules()):
+        is_renamed = bool(parameters) and not hasattr(module, name)
+        if (is_unknown or is_renamed) and any(inner is module for inner in self.module.modules()):
             raise StepError(
                 f"The module gets {name!r} within a run, as a layer, or a parameter of `torch.nn.utils.prune` or of a"
                 " parametrization. Under strategy='fsdp' it would belong to no unit. Add it in `__init__` or"

@@ -112,8 +112,17 @@ def read_numbers(whole: Callable[[DTensor], Tensor]) -> Callable[[], None]:
         is_whole = all(placement.is_replicate() for placement in tensor.placements)
         return (tensor.to_local() if is_whole else whole(tensor)).item()
 
+    before = handlers.get(operation)
     handlers[operation] = read
-    return lambda: handlers.pop(operation, None)
+
+    def end() -> None:
+        # A version of torch may have a rule of its own.
+        if before is None:
+            handlers.pop(operation, None)
+        else:
+            handlers[operation] = before
+
+    return end
 
 
 def _groups_of(unit: nn.Module) -> Sequence[Any]:

@@ -64,7 +64,8 @@ class UnfinishedGradients:
         return watched
 
     def _present(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def _note(self) -> None:
         # They are kept, as others may get the address of one that is freed.

@@ -28,6 +28,7 @@ __all__ = [
     "loading",
     "mapping",
     "named_entries",
+    "number",
     "number_of_steps",
     "positive_count",
     "random_state",
@@ -193,6 +194,7 @@ def _is_random_state(value: Any) -> bool:
 anything = Kind("anything", lambda value: True)
 count = Kind("a non-negative integer", _is_count)
 positive_count = Kind("a positive integer", lambda value: _is_count(value, 1))
+number = Kind("a number", is_number)
 number_of_steps = Kind("a number of steps", _is_number_of_steps)
 flag = Kind("True or False", lambda value: type(value) is bool)
 text = Kind("a text", lambda value: isinstance(value, str))

@@ -30,6 +30,7 @@ from equipoise.trainer.checkpointing.entry_checks import (
     gradient,
     mapping,
     named_entries,
+    number,
     number_of_steps,
     positive_count,
     random_state,
@@ -275,7 +276,7 @@ _POSITION = Whole(
         "before_request": OrMissing(OrEmpty(Whole({"random_state": random_state, "hook_state": _HOOK_STATE}))),
         "metrics_of_validation": [text],
         "validated": OrMissing([text]),
-        "loaders": OrMissing(OrEmpty(Whole({"loaded_at": anything, "workers": any_list}))),
+        "loaders": OrMissing(OrEmpty(Whole({"loaded_at": number, "workers": any_list}))),
         "monitors": OrMissing(mapping),
         "before_validation": OrNone({"random_state": _RANDOM_STATE, "metrics": named_entries}),
     }

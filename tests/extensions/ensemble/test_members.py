@@ -190,7 +190,7 @@ class Penalised(Classifier):
         return nn.functional.cross_entropy(logits, batch[1]) + slope.square().mean()
 
 
-class PenalisedAsKnown(Classifier):
+class PenalisedAtTimes(Classifier):
     """Asks for the gradient of its input in batches of a negative mean."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -207,7 +207,7 @@ class PenalisedAsKnown(Classifier):
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "module",
-    [*(Steps, Branching, InPlace, Clamping, Scheduled, Skipping), *(Weighing, Mixing, Penalised, PenalisedAsKnown)],
+    [*(Steps, Branching, InPlace, Clamping, Scheduled, Skipping), *(Weighing, Mixing, Penalised, PenalisedAtTimes)],
 )
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:
