@@ -465,7 +465,7 @@ class PipelineStrategy(Strategy):
             is_weightless: bool | None = run.exchange.finish(window, optimizer)
         else:
             if run.backend is not None:
-                run.backend.gather(optimizer, window.correction())
+                run.backend.finish_gradients(optimizer, window.correction())
             is_weightless = super().finish_gradients(window, optimizer)
         # The hook of the last backward sees the gradients as on one device: weighed, and summed over all stages.
         run.follow_backward()

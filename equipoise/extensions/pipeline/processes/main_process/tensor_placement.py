@@ -5,7 +5,7 @@ processes.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffer
 from equipoise.extensions.pipeline.messaging.commands import TensorSpec
 
 __all__ = ["TensorPlacement"]
+
+T = TypeVar("T", bound=Tensor)
 
 
 class TensorPlacement:
@@ -132,6 +134,14 @@ class TensorPlacement:
         if key is None or key in self.needed_here:
             return False
         return any(key in keys for keys in self.keys_of_workers)
+
+    def those_here(self, tensors: Iterable[T]) -> list[T]:
+        """Return those of the tensors whose values are in this process."""
+        return [tensor for tensor in tensors if not self.is_elsewhere(self.key_of(tensor))]
+
+    def those_elsewhere(self, tensors: Iterable[T]) -> list[T]:
+        """Return those of the tensors that only workers have."""
+        return [tensor for tensor in tensors if self.is_elsewhere(self.key_of(tensor))]
 
     def keys_in_workers(self) -> set[int]:
         """Return the keys of the tensors that workers have."""

@@ -43,7 +43,7 @@ class ProcessOptimizer(StrategyOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimiser in all processes."""
-        return self._backend.optimizer_step(self.optimizer, closure, **kwargs)
+        return self._backend.optimizers.step(self.optimizer, closure, **kwargs)
 
     def unscale(self, scaler: GradScaler) -> None:
         """Unscale the gradients of all processes, once for each step, and note whether all of them are finite."""

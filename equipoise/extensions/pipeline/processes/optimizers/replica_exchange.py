@@ -5,9 +5,6 @@ each tensor in the processes of the same stages. A tensor moves to the process o
 replicas may make different calls. So they agree on the places before each exchange.
 """
 
-from collections.abc import Iterable
-from typing import TypeVar
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,8 +22,6 @@ from equipoise.parallel.divergence.replicated import Replicated, unchanging_buff
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 
 __all__ = ["ReplicaExchange"]
-
-T = TypeVar("T", bound=Tensor)
 
 
 class ReplicaExchange:
@@ -65,9 +60,9 @@ class ReplicaExchange:
 
         # 2. Sum those of tied parameters, and scale all.
         factor = window.correction(total)
-        self._backend.gather(optimizer, factor)
+        self._backend.finish_gradients(optimizer, factor)
         if factor is not None:
-            scale_gradients(self._those_here(optimizer_parameters(optimizer)), factor)
+            scale_gradients(self._processes.placement.those_here(optimizer_parameters(optimizer)), factor)
         return False
 
     def _total_weight(self, weight: Weight) -> float:
@@ -100,21 +95,11 @@ class ReplicaExchange:
         """Sum the gradients of an optimiser over all replicas, stage by stage."""
         # A replica without a batch has not sent its workers which parameters are frozen.
         self._processes.transfer.send_trainable()
-        index = self._backend.number_of(optimizer)
+        index = self._backend.optimizers.send_if_changed(optimizer)
         commands = self._processes.commands
         commands.send_to_all("optimizers.sum_gradients", index)
         commands.messenger.flush()
-        self._sums.sum(self._those_here(optimizer_parameters(optimizer)))
-
-    def _those_here(self, tensors: Iterable[T]) -> list[T]:
-        """Return the parameters or buffers whose values are in this process."""
-        placement = self._processes.placement
-        here = []
-        for tensor in tensors:
-            key = placement.key_of(tensor)
-            if key is None or not placement.is_elsewhere(key):
-                here.append(tensor)
-        return here
+        self._sums.sum(self._processes.placement.those_here(optimizer_parameters(optimizer)))
 
     def copy_buffers(self) -> None:
         """Give all replicas the buffers of the first."""
@@ -123,7 +108,7 @@ class ReplicaExchange:
         commands.send_to_all("copy_buffers")
         commands.messenger.flush()
         # A step may have replaced some buffers by other tensors.
-        copy_from_first(self._those_here(self._module.buffers()))
+        copy_from_first(self._processes.placement.those_here(self._module.buffers()))
 
     def replicated(self) -> Replicated:
         """Return the tensors of this replica, for comparison with others; digests stand for those of workers.
