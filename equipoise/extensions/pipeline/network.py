@@ -313,7 +313,7 @@ class StagedNetwork:
         pipeline = pipelines[0]
         self.running = pipeline
         if isinstance(pipeline, ProcessPipeline):
-            pipeline.fresh = begins_window
+            pipeline.begins_window = begins_window
 
         # 2. Forwards and backwards in the order of the schedule.
         tied_copies = self.placement.tied_copies

@@ -85,7 +85,7 @@ class StepOrder(NamedTuple):
         schedule: Order of the computations; None: forward only.
         state: State that torch keeps for a thread: modes of gradients, autocast.
         seed: Seed of the stage's random numbers.
-        fresh: True if the step begins an accumulation window. Default: False.
+        begins_window: True if the step begins an accumulation window. Default: False.
         input_gradients: True if the main process needs the gradients of the inputs. Default: False.
         stages_per_device: Number of stages in each process. Default: 1.
     """
@@ -94,7 +94,7 @@ class StepOrder(NamedTuple):
     schedule: Schedule | None
     state: ThreadState
     seed: int
-    fresh: bool = False
+    begins_window: bool = False
     input_gradients: bool = False
     stages_per_device: int = 1
 

@@ -216,7 +216,7 @@ class StageWorker:
         for number in set(order.programs):
             for name, modes in self._programs[number].modes.items():
                 set_modes(self._layers[name], modes)
-        if order.fresh:
+        if order.begins_window:
             self.begin_window()
         torch.manual_seed(order.seed)
 
