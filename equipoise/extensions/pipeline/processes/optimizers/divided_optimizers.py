@@ -57,13 +57,13 @@ class DividedOptimizers:
     def send_if_changed(self, optimizer: Optimizer) -> Number:
         """Send the workers an optimiser, if they lack it or its parameters. Return the number by which they know it."""
         if not isinstance(optimizer, CombinedOptimizer):
-            return self._send_if_changed(optimizer)
+            return self._send_one_if_changed(optimizer)
         # One that has changed recalls the states of all, so those before it are sent again.
         for part in optimizer.optimizers:
-            self._send_if_changed(part)
-        return tuple(self._send_if_changed(part) for part in optimizer.optimizers)
+            self._send_one_if_changed(part)
+        return tuple(self._send_one_if_changed(part) for part in optimizer.optimizers)
 
-    def _send_if_changed(self, optimizer: Optimizer) -> int:
+    def _send_one_if_changed(self, optimizer: Optimizer) -> int:
         index = self._index_of(optimizer)
         content = _Content(_identities_of(optimizer), _is_divisible(optimizer))
         sent = self._sent.get(index)
@@ -171,7 +171,7 @@ class DividedOptimizers:
             return result
         if not _is_divisible(optimizer):
             # A hook of the step may be new: the workers then return the state.
-            self._send_if_changed(optimizer)
+            self._send_one_if_changed(optimizer)
             return self._step_here(optimizer, closure, kwargs)
         # An optimiser of torch computes the closure first, and returns its result.
         result = None if closure is None else closure()
@@ -187,7 +187,7 @@ class DividedOptimizers:
         optimizer.step(**kwargs)
 
         # 2. Step those of the workers, with the current options of this optimiser.
-        index = self._send_if_changed(optimizer)
+        index = self._send_one_if_changed(optimizer)
         options = [
             {name: option for name, option in group.items() if name != "params"} for group in optimizer.param_groups
         ]
