@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from equipoise.extensions.common.device_loads import DeviceLoad, GatheredUnit, PlannedLoads
-from equipoise.extensions.fsdp.mesh.context.planned_sequences import PlannedSequences
+from equipoise.extensions.fsdp.mesh.context.steps.planned_sequences import PlannedSequences
 from equipoise.extensions.fsdp.units import Unit, unit_of
 
 __all__ = ["sharded_loads"]

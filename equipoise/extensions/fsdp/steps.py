@@ -6,7 +6,6 @@ exactly zero, also where the stand-in's values are not finite.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.extensions.fsdp.agreement import UnitCalls
-from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences, DividedStep
+from equipoise.extensions.fsdp.mesh.context.steps.sequence_steps import SequenceSteps
 from equipoise.extensions.fsdp.mesh.layer_comparison import LayerComparison
 from equipoise.extensions.fsdp.mesh.same_batches import check_same_batch
 from equipoise.extensions.fsdp.misuse import explained
 from equipoise.extensions.fsdp.sharded_module import ShardedModule
 from equipoise.extensions.fsdp.within_steps.seen_parameters import hook_whole
 from equipoise.interop.distributed.fully_sharded import unsharded_parameters
-from equipoise.interop.torch.autograd import run_backward_in_modes
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.communication.object_exchange import exchange_number
 from equipoise.parallel.communication.processes import Processes
@@ -52,8 +50,8 @@ class ShardedSteps:
         device: The device of this process.
         weight: The exchange of a window's total weight.
         compare_each: Whether every call of a unit is compared between the processes.
+        sequences: Computes training steps, on whole sequences or on parts of them.
         comparison: Compares cut layers with whole ones before the first step. Default: None.
-        sequences: Divides the sequences of batches in training. Default: None, each process has whole ones.
     """
 
     def __init__(
@@ -64,8 +62,8 @@ class ShardedSteps:
         weight: Apart,
         *,
         compare_each: bool,
+        sequences: SequenceSteps,
         comparison: LayerComparison | None = None,
-        sequences: DividedSequences | None = None,
     ) -> None:
         self._sharded = sharded
         self._module = sharded.module
@@ -86,9 +84,7 @@ class ShardedSteps:
     def close(self) -> None:
         """Release the module and the last batch."""
         self._calls.close()
-        if self._sequences is not None:
-            self._sequences.close()
-            self._sequences = None
+        self._sequences.close()
         if self._comparison is not None:
             self._comparison.close()
             self._comparison = None
@@ -103,9 +99,6 @@ class ShardedSteps:
         if not parts and not automatic:
             refuse_missing_batch_by_hand()
         self._begin_pass(step)
-        if self._sequences is not None:
-            divided: Any = self._sequences.step_on(step)
-            step = divided
         self._steps_since += 1
         is_due = self._steps_since >= _COMPARED_EVERY and self._processes.processes_per_batch > 1
         if not self._has_compared or is_due:
@@ -126,20 +119,20 @@ class ShardedSteps:
         with explained(self._sharded):
             with self._calls.watched():
                 if parts:
-                    result = step(parts[0])
+                    result = self._sequences.compute(step, parts[0])
                     if result.loss is not None and self._stand_in is NO_BATCH:
                         self._stand_in = parts[0]
                 # A step that was skipped before it came to the network takes part, too.
                 if result.loss is None and self._calls.count == 0:
                     graph = self._graph_of_stand_in(step)
             graph = self._complete(step, result, graph)
-            if parts and isinstance(step, DividedStep):
-                result = step.of_row(result)
+            if parts:
+                result = self._sequences.combine_over_row(step, result)
 
             # 2. The backward, with the exchange of gradients.
             if last:
                 self._weight.send(step.total_with(result))
-            step.backward(result)
+            self._sequences.backward(step, result)
             if graph is not None:
                 self._backward_of_zeros(graph)
         return result
@@ -153,23 +146,19 @@ class ShardedSteps:
 
     def _gradients_of(self, step: TrainingStep, batch: Any) -> Tensor | None:
         """Add the gradients of a batch, and return its loss; None if some process has none."""
-        without_draws = nullcontext() if self._sequences is None else self._sequences.without_draws()
-        with explained(self._sharded), without_draws:
+        with explained(self._sharded):
             with self._calls.watched():
-                result, _ = step.capture_logs(partial(step, batch))
-            loss: Tensor | None = result.loss
-            num_graphs = self._calls.end(has_graph=loss is not None and loss.requires_grad)
-            if loss is None or num_graphs < self._processes.world_size:
+                result, _ = step.capture_logs(partial(self._sequences.compute, step, batch, draws=False))
+            has_graph = result.loss is not None and result.loss.requires_grad
+            num_graphs = self._calls.end(has_graph=has_graph)
+            if result.loss is None or num_graphs < self._processes.world_size:
                 return None
-            if isinstance(step, DividedStep):
-                return step.backward_compared(result)
-            run_backward_in_modes(loss)
-        return loss
+            return self._sequences.backward_compared(result)
 
     def _end_without_batches(self, step: TrainingStep) -> StepResult:
         """End a window whose gradients come from a checkpoint, as no process has had a batch since."""
         self._weight.send(step.total_with(NO_RESULT))
-        step.backward(NO_RESULT)
+        self._sequences.backward(step, NO_RESULT)
         return NO_RESULT
 
     def _run_by_hand(self, step: TrainingStep, batch: Any) -> StepResult:
@@ -212,7 +201,7 @@ class ShardedSteps:
 
     def _graph_of_stand_in(self, step: TrainingStep) -> Tensor:
         """Return the loss of the stand-in; nothing else remains of that computation."""
-        result = self._apart(partial(step, self._stand_in), step.capture_logs)
+        result = self._apart(partial(self._sequences.compute, step, self._stand_in), step.capture_logs)
         if result.loss is None:
             raise StepError(
                 "This process has nothing to learn from in this step, and `training_step` returns None for an earlier"
@@ -231,7 +220,7 @@ class ShardedSteps:
                     # A product of zero and infinity would not be zero.
                     hooks.append(hook_whole(parameter, torch.zeros_like))
         try:
-            with nullcontext() if self._sequences is None else self._sequences.backward_mode():
+            with self._sequences.backward_mode():
                 loss.backward(torch.zeros_like(loss))  # type: ignore[no-untyped-call]
         finally:
             for hook in hooks:

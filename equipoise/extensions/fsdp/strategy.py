@@ -24,10 +24,11 @@ from equipoise.extensions.fsdp.interop.features import FSDP
 from equipoise.extensions.fsdp.interop.tensor_parallel import set_device_mesh, wait_as_default
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
 from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
-from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_step import BlockwiseSequences
-from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
+from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_sequences import BlockwiseSequences
 from equipoise.extensions.fsdp.mesh.context.sequence_comparison import BLOCKS, CUT_SEQUENCES, SEQUENCES
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
+from equipoise.extensions.fsdp.mesh.context.steps.divided_sequences import DividedSequences
+from equipoise.extensions.fsdp.mesh.context.steps.sequence_steps import SequenceSteps
 from equipoise.extensions.fsdp.mesh.data_processes import DataProcesses
 from equipoise.extensions.fsdp.mesh.grid import CONTEXT, DATA, TENSOR, Size, grid_rows, make_mesh, sizes_of
 from equipoise.extensions.fsdp.mesh.layer_comparison import CUT_LAYERS, LayerComparison
@@ -385,8 +386,8 @@ class FSDPStrategy(ProcessStrategy):
             device,
             weight,
             compare_each=self.compare_calls,
-            comparison=self._comparison,
             sequences=self._sequences(module),
+            comparison=self._comparison,
         )
         return ShardedRun(
             sharded=sharded,
@@ -404,10 +405,10 @@ class FSDPStrategy(ProcessStrategy):
             ],
         )
 
-    def _sequences(self, module: nn.Module) -> DividedSequences | None:
-        """Return what divides sequences; None: each process has whole ones."""
+    def _sequences(self, module: nn.Module) -> SequenceSteps:
+        """Return what computes steps, on whole sequences or on parts of them."""
         if self.context == 1:
-            return None
+            return SequenceSteps()
         rows = self.processes.data.world_size
         self._rows = make_mesh(self.root_device.type, rows, self._columns, self.context)
         row = SequenceRow(self._rows[CONTEXT].get_group())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
-from equipoise.extensions.fsdp.mesh.context.divided_step import DividedSequences
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
+from equipoise.extensions.fsdp.mesh.context.steps.divided_sequences import DividedSequences
 
 __all__ = ["PlannedSequences"]
 
@@ -23,17 +23,18 @@ class PlannedSequences:
     """
 
     def __init__(self, size: int, module: nn.Module) -> None:
+        self._module = module
         self._row = _RowWithoutOthers(size)
         self._sequences = DividedSequences(module, self._row)
 
     def of_batch(self, batch: Any) -> Any:
         """Return the part of a batch; see `PlannedPart`."""
-        return divide(batch, self._row, self._sequences.module)
+        return divide(batch, self._row, self._module)
 
     @contextmanager
     def mode(self) -> Iterator[None]:
         """Compute a part in a `with` block; see `PlannedPart`."""
-        with self._sequences.without_draws(), self._sequences.mode():
+        with self._sequences.mode(draws=False):
             yield
 
 

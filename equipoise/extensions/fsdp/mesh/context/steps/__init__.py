@@ -1,0 +1,1 @@
+"""Training steps on parts of sequences."""
