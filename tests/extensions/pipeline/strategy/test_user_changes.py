@@ -216,9 +216,9 @@ def hooked(module: Any) -> None:
     [
         (other_layer, "threads", "A layer of net was replaced"),
         (other_layer, "processes", "A layer of net was replaced"),
-        (other_slope, "processes", "of the layer 'net.3' was set"),
-        (other_weight, "processes", "of the layer 'net.2' was set"),
-        (hooked, "processes", "of the layer 'net.2' was set"),
+        (other_slope, "processes", "A setting of the layer 'net.3' was set"),
+        (other_weight, "processes", "A tensor of the layer 'net.2' was set"),
+        (hooked, "processes", "A hook of the layer 'net.2' was set"),
     ],
 )
 def test_layers_that_are_changed_in_a_run_are_refused(act: Any, engine: Any, message: str) -> None:
