@@ -37,11 +37,11 @@ class Arguments:
         self._tensors = tensors
         self._device = device
 
-    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return positional arguments and keyword arguments of a call as `of` does."""
-        return self.of(tuple(args)), self.of(dict(kwargs))
+    def convert_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return positional arguments and keyword arguments of a call as `convert` does."""
+        return self.convert(tuple(args)), self.convert(dict(kwargs))
 
-    def of(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Return a nested value with calls in the place of tensors.
 
         Args:
@@ -68,20 +68,19 @@ class Arguments:
             # Its constructor asks for the device of its tensors.
             return self._add_call(PackedSequence, value)
         if isinstance(value, slice):
-            return slice(*map(self.of, (value.start, value.stop, value.step)))
+            return slice(*map(self.convert, (value.start, value.stop, value.step)))
         if kind in (tuple, list):
-            items = map(self.of, value)
-            return kind(items)
+            return kind(map(self.convert, value))
         if kind is dict and all(isinstance(key, str) for key in value):
-            items = map(self.of, value.values())
-            return dict(zip(value, items, strict=True))
-        return self._of_object(value)
+            return {key: self.convert(item) for key, item in value.items()}
+        return self._convert_object(value)
 
-    def _of_object(self, value: Any) -> Any:
+    def _convert_object(self, value: Any) -> Any:
         """Return a call that returns an object, or builds one like it."""
-        # 1. Objects without tensors stay as they are.
         if isinstance(value, torch.Generator):
             raise Obstacle("draws from a generator of its own")
+
+        # 1. Objects without tensors stay as they are.
         if isinstance(value, _CONSTANTS):
             return self._tensors.constant(value)
         structure, tensors = OutputStructure.of(value)
@@ -95,10 +94,9 @@ class Arguments:
         return self._add_call(rebuilt(structure), tensors)
 
     def _add_call(self, function: Any, arguments: Iterable[Any]) -> fx.Node:
-        node = self._graph.call_function(function, tuple(map(self.of, arguments)))
+        node = self._graph.call_function(function, tuple(map(self.convert, arguments)))
         self._tensors.facts[node] = self._tensors.facts_of_arguments(node)
-        for argument in node.all_input_nodes:
-            # A packed sequence of a device has its sizes on the host.
-            if argument.meta.get(STAYS):
-                node.meta[STAYS] = True
+        # A packed sequence of a device has its sizes on the host, so it stays in its stage with them.
+        if any(argument.meta.get(STAYS) for argument in node.all_input_nodes):
+            node.meta[STAYS] = True
         return node

@@ -190,7 +190,7 @@ class Questions:
         if facts.inputs:
             # The condition holds calls alone. The question itself would keep its tensors alive.
             function, args = call_of(question.function, question.args)
-            arguments = self._arguments.of_call(args, question.kwargs)
+            arguments = self._arguments.convert_call(args, question.kwargs)
             index = min(facts.inputs)
             self._conditions.append(same_answer(self._root, function, arguments, question.result, index))
 

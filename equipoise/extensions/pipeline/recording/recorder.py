@@ -311,7 +311,7 @@ class Recorder(_Base):  # type: ignore[misc]
             target = under_modes(target, modes)
 
         # 4. Record the call.
-        graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
+        graph_args, graph_kwargs = self.arguments.convert_call(args, kwargs)
         node = self._graph.call_function(target, graph_args, graph_kwargs)
         if name in _SPLITS and len(computed.arguments) > 1:
             # Torch computes these by slices, whose bounds are values of the second tensor.
@@ -350,7 +350,7 @@ class Recorder(_Base):  # type: ignore[misc]
             # 2. Its record.
             _check_function_arguments(args)
             self._check_modes()
-            graph_args, graph_kwargs = self.arguments.of_call(args, kwargs)
+            graph_args, graph_kwargs = self.arguments.convert_call(args, kwargs)
             node = self._graph.call_function(applied(kind), graph_args, graph_kwargs)
             _check_result(kind.__name__, computed.result)
             self.calls.finish(node, computed, self._place())
@@ -414,7 +414,7 @@ class Recorder(_Base):  # type: ignore[misc]
         # 1. The arguments, before the module may change them.
         with self._obstacles_noted(), _added_to_obstacle(call, self._reasons):
             self._check_modes()
-            graph_args, graph_kwargs = self.arguments.of_call(call.args, call.kwargs)
+            graph_args, graph_kwargs = self.arguments.convert_call(call.args, call.kwargs)
         received = _contents((call.args, call.kwargs))
         if self._is_off:
             # An obstacle was noted just now.

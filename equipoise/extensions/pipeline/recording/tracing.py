@@ -173,7 +173,7 @@ def _finished(recorder: Recorder, root: nn.Module, graph: fx.Graph, output: Any)
     # 2. Return the output.
     output_structure, tensors = OutputStructure.of(output)
     try:
-        graph.output(tuple(map(recorder.arguments.of, tensors)))
+        graph.output(tuple(map(recorder.arguments.convert, tensors)))
     except Obstacle as error:
         return _Recording(None, f"{prefix} {error}", {}, attributes)
 
