@@ -309,7 +309,7 @@ class StagedNetwork:
         pipelines: list[Any] = []
         with state.entered():
             for step, call in zip(steps, calls, strict=True):
-                pipelines.append(self.pipeline(step.inside or "", call))
+                pipelines.append(self.pipeline(step.module_name or "", call))
         pipeline = pipelines[0]
         self.running = pipeline
         if isinstance(pipeline, ProcessPipeline):

@@ -25,7 +25,7 @@ __all__ = ["SuspendedStep", "current_step", "inside_stage", "is_inside_stage"]
 # The step that runs in a thread, and whether a stage computes there. A new thread begins with the defaults.
 _step: ContextVar["SuspendedStep | None"] = ContextVar("step", default=None)
 _is_inside_stage = ContextVar("is_inside_stage", default=False)
-# What a thread waits with; the step itself has the call.
+# Passed by `pause`, whose thread needs a value other than None. The call itself is in `SuspendedStep.call`.
 _PAUSED = object()
 
 
@@ -58,7 +58,7 @@ class SuspendedStep:
     Attributes:
         call: Arguments of its call of the network; None before the call.
         state: State that torch keeps for the thread at the call; None before.
-        inside: Name of the module that was called; None before the call.
+        module_name: Name of the module that was called; None before the call.
         network_ends: Nodes of the graph at the network's output, while the step runs after its call.
         result: Result of the function; None before its end.
         ended: True after the function has ended.
@@ -69,7 +69,7 @@ class SuspendedStep:
         self._thread: StepThread | None = None
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.state: ThreadState | None = None
-        self.inside: str | None = None
+        self.module_name: str | None = None
         self.network_ends: frozenset[Any] = frozenset()
         self.result: Any = None
         self.ended = False
@@ -80,11 +80,13 @@ class SuspendedStep:
         Raises:
             BaseException: Error of the function.
         """
-        # The new thread begins with torch's defaults.
+        # A new thread begins with torch's defaults, so it receives the state of this one.
         state = ThreadState.capture(("cpu", "cuda"))
         self._thread = StepThread("equipoise-micro-batch")
-        with self._ended_thread(self._thread):
+        try:
             self._thread.start(self._run, state)
+        finally:
+            self._close_after_end(self._thread)
 
     def resume(self, output: Any) -> None:
         """Continue to the next pause, or to the end.
@@ -96,8 +98,10 @@ class SuspendedStep:
             BaseException: Error of the function.
         """
         assert self._thread is not None
-        with self._ended_thread(self._thread):
+        try:
             self._thread.resume(output)
+        finally:
+            self._close_after_end(self._thread)
 
     def take_result(self) -> Any:
         """Return the result of the function, and release it."""
@@ -134,7 +138,7 @@ class SuspendedStep:
                 "`training_step` calls the network twice, but a pipeline computes it once for each micro-batch. Call it"
                 " once with both inputs together (`torch.cat`), or train on one device or with `dp`."
             )
-        self.inside = name
+        self.module_name = name
         self.call = (args, kwargs)
         self.state = ThreadState.capture(("cpu", "cuda"))
         output = self.pause()
@@ -152,12 +156,8 @@ class SuspendedStep:
         with in_helper_thread():
             return self._function()
 
-    @contextmanager
-    def _ended_thread(self, thread: StepThread) -> Iterator[None]:
-        """End the thread after the block, if the step has ended."""
-        try:
-            yield
-        finally:
-            if thread.call is None:
-                self.result = thread.take_result()
-                self.abandon()
+    def _close_after_end(self, thread: StepThread) -> None:
+        """Take the result of a function that has ended, and close its thread."""
+        if thread.call is None:
+            self.result = thread.take_result()
+            self.abandon()
