@@ -21,6 +21,9 @@ from equipoise.extensions.pipeline.stack.stacked_call import StackedCall, stages
 
 __all__ = ["StackPipeline"]
 
+# Passed on in the place of values, which stay in the step's thread.
+_REACHED = object()
+
 
 class StackPipeline(Pipeline):
     """Stages that begin at layers of a stack, in the threads of steps.
@@ -42,7 +45,7 @@ class StackPipeline(Pipeline):
         threads: bool | None = None,
     ) -> None:
         super().__init__((), devices, schedule, stages_per_device=stages_per_device, threads=threads)
-        self.network_forward = forward
+        self._network_forward = forward
         self._stages_of_layers = stages_of_layers
 
     def call(self, structure: CallStructure) -> Any:
@@ -54,7 +57,7 @@ class StackPipeline(Pipeline):
         self.failed = None
         args, kwargs = structure.fill(structure.tensors)
         # Outside of steps no other micro-batch computes, so the call waits for no turn.
-        call = StackedCall(self.network_forward, self.devices, _pass)
+        call = StackedCall(self._network_forward, self.devices, _pass)
         try:
             with self._stages_noticed():
                 return call.run(args, kwargs)
@@ -84,7 +87,7 @@ class StackPipeline(Pipeline):
         pipelines: Sequence[Pipeline],
     ) -> Compute:
         """Return how a stage computes: the step runs until it reaches a later stage, or to its end in the last one."""
-        calls = [StackedCall(self.network_forward, self.devices, step.pause) for step in steps]
+        calls = [StackedCall(self._network_forward, self.devices, step.pause) for step in steps]
         last = len(self.devices) - 1
 
         def compute(stage: int, action: Action, received: Any) -> Any:
@@ -104,15 +107,8 @@ def _run_stage(step: SuspendedStep, call: StackedCall, stage: int, *, is_last: b
     if stage == 0:
         step.resume(call)
     # 2. The step pauses where it reaches a later stage. A forward may leave out all layers of a stage.
-    while not step.ended:
-        has_passed = call.stage > stage
-        if has_passed and not is_last:
-            break
+    while not step.ended and (is_last or call.stage <= stage):
         step.resume(None)
-
-
-# Passed on in the place of values, which stay in the step's thread.
-_REACHED = object()
 
 
 def _pass() -> None:
