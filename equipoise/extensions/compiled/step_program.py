@@ -65,7 +65,7 @@ class StepProgram:
         self._autocast = autocast
         self._attributes = vars(module)
         self._parameters = list(module.parameters())
-        # The arguments of the present call.
+        # The arguments of the present call, for `passing_tensors`.
         self._arguments: tuple[Any, ...] = ()
         self._calls: list[LoggedCall] = []
         # The same object in each call, as the compiled program compares it.
@@ -80,6 +80,7 @@ class StepProgram:
         """
         self._arguments = args
         attributes = self._attributes
+        # The trainer has bound this log to the module. A module with a log of its own is not compiled.
         log = attributes["log"]
         attributes["log"] = self._own_log
         try:
@@ -103,7 +104,9 @@ class StepProgram:
         else:
             with torch.autocast(*self._autocast, cache_enabled=False):
                 output = self._step(batch, batch_idx)
-        loss = output if isinstance(output, Tensor) or output is None else output["loss"]
+        loss = output
+        if output is not None and not isinstance(output, Tensor):
+            loss = output["loss"]
 
         # 2. The backward.
         if loss is None:
