@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 
 from equipoise.errors import CheckpointError
-from equipoise.interop.lightning.callbacks import kept_files, saving_states
+from equipoise.interop.lightning.callbacks import saving_states
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
@@ -219,10 +219,7 @@ def _exact_position(parts: TrainerParts, module: LightningModule, path: str | No
     # The callback that writes this file continues after the write.
     writer = _writer(state, path)
     hook = vars(module)[CURRENT_HOOK]
-    entry["checkpoint_callbacks"] = saving_states(
-        state.callbacks, writer, path, parts.global_step, hook, fit.kept_files
-    )
-    fit.kept_files = kept_files(state.callbacks)
+    entry["checkpoint_callbacks"] = saving_states(state.callbacks, writer, path, parts.global_step, hook)
     entry["written_in"] = None
     if writer is not None:
         entry["written_in"] = [hook, writer.state_key]

@@ -14,7 +14,6 @@ from equipoise.errors import CheckpointError, ConfigurationError
 from equipoise.interop.lightning.callbacks import (
     copies_weights,
     files_written_after,
-    kept_files,
     load_saving_states,
 )
 from equipoise.interop.lightning.classes import is_a
@@ -256,7 +255,6 @@ def restore_training_state(parts: TrainerParts, module: LightningModule, checkpo
         parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
         saved = entry.get("checkpoint_callbacks", {})
         load_saving_states(state.callbacks, saved)
-        parts.fit_loop.fit.kept_files = kept_files(state.callbacks)
         later_files = files_written_after(path, state.callbacks, saved, time_of)
     parts.fit_loop.later_files = parts.strategy.processes.broadcast(later_files)
 

@@ -20,7 +20,7 @@ _ENTRIES = {
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
     # Its identity, and its files.
     *("run", "rows", "written_in", "dirpath", "best_model_path", "best_k_models", "kth_best_model_path"),
-    *("last_model_path", "last_checkpoint_saved", "replaced"),
+    *("last_model_path", "last_checkpoint_saved"),
 }
 
 # Sums of all that an epoch has logged, times among them.

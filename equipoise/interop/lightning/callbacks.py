@@ -5,7 +5,7 @@ Each name has a comment with the reason why no public one suffices, and a defaul
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ __all__ = [
     "copies_weights",
     "copying_callbacks",
     "files_written_after",
-    "kept_files",
     "last_checkpoints",
     "load_saving_states",
     "looks_after_training_epochs",
@@ -284,7 +283,6 @@ def saving_states(
     path: str | None,
     step: int,
     hook: str | None = None,
-    kept: Mapping[str, set[str]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return what checkpoint callbacks note about their last files; their `state_dict` leaves it out.
 
@@ -294,7 +292,6 @@ def saving_states(
         path: Path of that file.
         step: The present step.
         hook: The hook in which it writes. Default: None, in none.
-        kept: The files that the callbacks kept when the last checkpoint was written. Default: None, unknown.
     """
     states = {}
     for callback in callbacks:
@@ -304,10 +301,6 @@ def saving_states(
         for name in _SAVING:
             if hasattr(callback, name):
                 state[name.lstrip("_")] = getattr(callback, name)
-        if callback is writer:
-            before = (kept or {}).get(callback.state_key, set())
-            state["is_last"] = path == callback.last_model_path
-            state["replaced"] = sorted(before - _kept_by(callback))
         # The file that is being written now counts as the last one, unless its step waits for the validation.
         waits = hook == "on_train_batch_end" and state.get("defer_save_until_validation", False)
         if callback is writer and not (waits and path == callback.last_model_path):
@@ -318,24 +311,6 @@ def saving_states(
                 state["defer_save_until_validation"] = False
         states[callback.state_key] = state
     return states
-
-
-def kept_files(callbacks: Iterable[Callback]) -> dict[str, set[str]]:
-    """Return the files that checkpoint callbacks keep now, by the keys of the callbacks.
-
-    Args:
-        callbacks: The callbacks of the run.
-    """
-    keepers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-    return {callback.state_key: _kept_by(callback) for callback in keepers}
-
-
-def _kept_by(callback: ModelCheckpoint) -> set[str]:
-    """Return the files that a checkpoint callback deletes once it keeps others."""
-    paths = {callback.last_model_path, *callback.best_k_models}
-    if callback.monitor is None and callback.save_top_k == 1:
-        paths.add(callback.best_model_path)
-    return paths - {""}
 
 
 def load_saving_states(callbacks: Iterable[Callback], states: dict[str, dict[str, Any]]) -> None:

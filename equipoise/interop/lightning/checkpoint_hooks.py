@@ -20,7 +20,7 @@ from torch import Tensor
 
 from equipoise.errors import ConfigurationRuntimeError
 
-__all__ = ["Fit", "finish_save", "letters_of", "nothing_to_monitor", "with_true_values"]
+__all__ = ["Fit", "letters_of", "nothing_to_monitor", "with_true_values"]
 
 Hook = Callable[..., Any]
 
@@ -33,7 +33,6 @@ _NAMES = (
     "_last_checkpoint_saved",
     "_last_global_step_saved",
     "_monitor_candidates",
-    "_remove_checkpoint",
     "_save_last_checkpoint",
     "_save_on_train_epoch_end",
     "_save_topk_checkpoint",
@@ -122,28 +121,6 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
     if "://" in str(callback.dirpath):
         method = hooks.sparing_other_folders(method)
     return method
-
-
-def finish_save(callback: Callback, trainer: Any, fit: Fit, state: dict[str, Any]) -> None:
-    """Do what a checkpoint callback does after a write, in a run that resumes from the file: the rest of the files.
-
-    Args:
-        callback: The callback.
-        trainer: The trainer.
-        fit: The fit.
-        state: The state of its writer in the file; see `saving_states`.
-    """
-    if not isinstance(callback, ModelCheckpoint) or state.get("dirpath") != callback.dirpath:
-        return
-    if "replaced" not in state or not all(hasattr(callback, needed) for needed in _NAMES):
-        return
-    for path in state["replaced"]:
-        is_ours: bool = trainer.strategy.broadcast(trainer.is_global_zero and fit.is_of_this_run(path))
-        if is_ours and _CheckpointHooks(callback, fit).may_remove(trainer, path, ""):
-            callback._remove_checkpoint(trainer, path)
-    if callback.save_last and not state["is_last"]:
-        save_last = _CheckpointHooks(callback, fit).replacing_files(callback._save_last_checkpoint)
-        save_last(trainer, callback._monitor_candidates(trainer))
 
 
 def _outside_development(method: Hook) -> Hook:

@@ -4,12 +4,11 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 
-from equipoise.interop.lightning.checkpoint_hooks import finish_save
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
-from equipoise.trainer.hooks.hooks import Hooks, state_key_of
+from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.state.run_state import RunState
@@ -23,13 +22,11 @@ class WrittenIn(NamedTuple):
     Attributes:
         hook: The name of the hook.
         key: The key of the callback.
-        saving_state: The state of the callback about its files.
         batch_end: The arguments of the module's `on_train_batch_end`, if that follows; None if a file cannot hold them.
     """
 
     hook: str
     key: str
-    saving_state: dict[str, Any]
     batch_end: list[Any] | None
 
 
@@ -77,11 +74,7 @@ class CutHook:
         written_in = self.written_in
         if written_in is None or written_in.hook != name:
             return False
-        hooks = self.hooks
-        for callback in hooks.callbacks:
-            if state_key_of(callback) == written_in.key and hooks.fit is not None:
-                finish_save(callback, hooks.trainer, hooks.fit, written_in.saving_state)
-        call = hooks.bind_checkpoints_after(name, written_in.key)
+        call = self.hooks.bind_checkpoints_after(name, written_in.key)
         if call is not None:
             call(*args)
         return True

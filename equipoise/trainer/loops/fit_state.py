@@ -33,7 +33,6 @@ class FitState(SentState):
         before_validation: State that the present or last validation changes, as it was before.
         validated: Names of the values that the validation of an earlier process has logged.
         validated_metrics: Names of the module's metrics that it has logged.
-        kept_files: The files that checkpoint callbacks kept at the last checkpoint, by the keys of the callbacks.
         switches: Switches that the training has turned in the module beside its weights.
         skip_backward: Run the forward only (stochastic weight averaging sets this).
         waits_for_minimum: True once a message said that `min_epochs` or `min_steps` keep training from a stop.
@@ -66,7 +65,6 @@ class FitState(SentState):
     before_validation: dict[str, Any] = field(default_factory=dict)
     validated: frozenset[str] = frozenset()
     validated_metrics: frozenset[str] = frozenset()
-    kept_files: dict[str, set[str]] = field(default_factory=dict)
 
     # The end.
     waits_for_minimum: bool = field(default=False, metadata=RESULT)

@@ -95,8 +95,7 @@ def saved_position(
     cut = None
     if position is not None and written_in is not None:
         name, key = written_in
-        states = (ours.get("checkpoint_callbacks") or {}).get(key, {})
-        cut = WrittenIn(name, key, states, position.get("batch_end", []))
+        cut = WrittenIn(name, key, position.get("batch_end", []))
     return SavedPosition(position, loop_state["state_dict"].get("combined_loader", []), cut, number)
 
 

@@ -187,11 +187,11 @@ def test_what_a_checkpoint_callback_knows_of_its_last_file(tmp_path: Path) -> No
     run = trainer(callbacks=[Look(), saver], enable_checkpointing=True)
     run.fit(Small(), loader())
     after = saving_states([saver, Look()], None, None, 99)
-    assert seen == [{**after[saver.state_key], "is_last": False, "replaced": []}]
+    assert seen == [after[saver.state_key]]
     assert seen[0]["last_global_step_saved"] == 2
     assert seen[0]["last_checkpoint_saved"] == saver.best_model_path
     noted = {"last_global_step_saved", "last_checkpoint_saved", "defer_save_until_validation"}
-    assert set(seen[0]) == {"dirpath", "is_last", "replaced"} | noted
+    assert set(seen[0]) == {"dirpath"} | noted
 
     # A save that had waited for the validation waits no more once the file is read.
     saver._defer_save_until_validation = True
