@@ -5,22 +5,17 @@ weights of an earlier step. Here the callback waits for the next validation, whi
 value yet. What ends a run that is killed, its last file, is written at its step all the same.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from equipoise.errors import ConfigurationRuntimeError
-
-__all__ = ["Fit", "letters_of", "nothing_to_monitor", "with_true_values"]
+__all__ = ["Fit", "with_true_values"]
 
 Hook = Callable[..., Any]
 
@@ -35,7 +30,6 @@ _NAMES = (
     "_monitor_candidates",
     "_save_last_checkpoint",
     "_save_on_train_epoch_end",
-    "_save_topk_checkpoint",
     "_should_remove_checkpoint",
 )
 
@@ -64,36 +58,6 @@ class Fit(Protocol):
         """Return True if the scaler of the loss has skipped the last optimiser step."""
 
 
-def nothing_to_monitor(owner: str, name: str | None, logged: Iterable[str]) -> ConfigurationRuntimeError:
-    """Return the error about a monitored value that was not logged; it names the nearest one.
-
-    Args:
-        owner: The class that monitors it.
-        name: Its name.
-        logged: The names of logged values.
-    """
-    names = sorted(map(str, logged))
-    near = [other for other in names if letters_of(other) == letters_of(str(name))]
-    near += get_close_matches(str(name), names, n=1)
-    hint = f"; there are: {', '.join(names) or 'none'}."
-    if near:
-        hint = f"; did you mean {near[0]!r}?"
-    return ConfigurationRuntimeError(f"{owner} monitors {name!r}, but no such value was logged{hint}")
-
-
-def letters_of(name: str) -> str:
-    """Return a name without separators, capitals and the number of a loader, in which mistyped names often differ.
-
-    Args:
-        name: The name of a logged value.
-
-    Example:
-        >>> letters_of("val/Loss"), letters_of("val_loss/dataloader_idx_1")
-        ('valloss', 'valloss')
-    """
-    return re.sub(r"/dataloader_idx_\d+$|[\W_]", "", name).lower()
-
-
 def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | None) -> Hook:
     """Return a hook of a callback as it is to be called; that of a ModelCheckpoint saves weights with their value.
 
@@ -111,7 +75,6 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
         return method
     hooks = _CheckpointHooks(callback, fit)
     if callback.monitor is not None:
-        method = hooks.naming_near_values(method)
         if name == "on_train_batch_end":
             method = hooks.at_batch_end(method)
         elif name == "on_validation_end":
@@ -209,26 +172,6 @@ class _CheckpointHooks:
                 callback._save_on_train_epoch_end = chosen
 
         return save_what_waits
-
-    # A value that nobody has logged.
-
-    def naming_near_values(self, method: Hook) -> Hook:
-        """Return a hook whose error about a missing value names the nearest one."""
-
-        def save(*args: Any) -> None:
-            with _replaced(self._callback, "_save_topk_checkpoint", self._save_topk):
-                method(*args)
-
-        return save
-
-    def _save_topk(self, trainer: Any, values: dict[str, Any]) -> None:
-        callback = self._callback
-        try:
-            type(callback)._save_topk_checkpoint(callback, trainer, values)
-        except MisconfigurationException as error:
-            if callback.monitor in values:
-                raise
-            raise nothing_to_monitor(type(callback).__name__, callback.monitor, values) from error
 
     # Files of a run that was resumed in another folder.
 

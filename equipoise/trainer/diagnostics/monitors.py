@@ -6,7 +6,7 @@ early stopping looks, a missing value is certain.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 
 from lightning.pytorch import LightningModule
@@ -14,13 +14,12 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from equipoise.errors import ConfigurationRuntimeError
 from equipoise.interop.lightning.callbacks import looks_after_training_epochs
-from equipoise.interop.lightning.checkpoint_hooks import letters_of, nothing_to_monitor
 from equipoise.interop.lightning.classes import is_stock
 from equipoise.parallel.communication.processes import Processes
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["check_monitors", "check_monitors_of_validation"]
+__all__ = ["check_monitors", "check_monitors_of_validation", "nothing_to_monitor"]
 
 # How near a name is that was rather mistyped than meant: "val_los", but not "val_auc" for "val_acc".
 _SLIP = 0.9
@@ -57,7 +56,7 @@ def check_monitors_of_validation(
 def _nearest(name: str, logged: Sequence[str]) -> str | None:
     """Return the name that was probably meant, of the same letters or mistyped; None if there is none."""
     for other in logged:
-        if letters_of(other) == letters_of(name):
+        if _letters_of(other) == _letters_of(name):
             return other
     for other in get_close_matches(name, logged, n=1, cutoff=_SLIP):
         # `train_loss` is no slip of `rain_loss`, and `loss_2` none of `loss_1`: others may well be meant.
@@ -111,3 +110,25 @@ def check_monitors(state: RunState, logs: Logs, *, validates: bool, has_validate
         logged = sorted(map(str, logs.callback_metrics))
         if callback.strict and callback.monitor not in logged:
             raise nothing_to_monitor(type(callback).__name__, callback.monitor, logged)
+
+
+def nothing_to_monitor(owner: str, name: str | None, logged: Iterable[str]) -> ConfigurationRuntimeError:
+    """Return the error about a monitored value that was not logged; it names the nearest one.
+
+    Args:
+        owner: The class that monitors it.
+        name: Its name.
+        logged: The names of logged values.
+    """
+    names = sorted(map(str, logged))
+    near = [other for other in names if _letters_of(other) == _letters_of(str(name))]
+    near += get_close_matches(str(name), names, n=1)
+    hint = f"; there are: {', '.join(names) or 'none'}."
+    if near:
+        hint = f"; did you mean {near[0]!r}?"
+    return ConfigurationRuntimeError(f"{owner} monitors {name!r}, but no such value was logged{hint}")
+
+
+def _letters_of(name: str) -> str:
+    """Return a name without separators, capitals and the number of a loader, in which mistyped names often differ."""
+    return re.sub(r"/dataloader_idx_\d+$|[\W_]", "", name).lower()

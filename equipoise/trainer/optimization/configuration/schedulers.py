@@ -7,9 +7,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.checkpoint_hooks import nothing_to_monitor
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.processes import Processes
+from equipoise.trainer.diagnostics.monitors import nothing_to_monitor
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.state.run_state import RunState
