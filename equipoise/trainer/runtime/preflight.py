@@ -104,7 +104,7 @@ def check_run(
 
     # 2. The steps of the entry point.
     if fn == TrainerFn.FITTING:
-        _check_fit(module, state.callbacks, data.sources["val"])
+        _check_fit(module, state.callbacks)
         for extension in step_extensions(state):
             extension.check_run(state, module, strategy, hooks, precision)
         if not module.automatic_optimization:
@@ -151,19 +151,11 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
             raise ConfigurationError(f"`{fn.value}` needs {listed}, but {name} does not define `{method}`. {remedy}")
 
 
-def _check_fit(module: LightningModule, callbacks: Iterable[Callback], val_source: Source) -> None:
-    # 1. The training step.
-    name = type(module).__name__
-    _check_arguments(f"{name}.training_step", module.training_step)
-
-    # 2. Callbacks and loaders.
+def _check_fit(module: LightningModule, callbacks: Iterable[Callback]) -> None:
+    _check_arguments(f"{type(module).__name__}.training_step", module.training_step)
     for callback in callbacks:
         if is_a(callback, Checkpoint):
             _check_checkpoint_name(callback)
-    if val_source.loaders is not None and not is_overridden("validation_step", module):
-        raise ConfigurationError(
-            f"A validation loader was passed, but {name} has no `validation_step`. Define it, or leave the loader out."
-        )
 
 
 def _check_manual_optimization(state: RunState, module: LightningModule) -> None:

@@ -288,18 +288,12 @@ def test_no_loader_at_all(entry: str) -> None:
     refuses(lambda: getattr(trainer(), entry)(Validated(), datamodule=nothing), *parts, "LightningDataModule")
 
 
-def test_a_validation_loader_without_validation_step() -> None:
-    data = (loader(), loader())
-    refuses_fit(
-        Small(), "A validation loader was passed", "Small", "`validation_step`", "leave the loader out", data=data
-    )
-
-
-def test_a_validation_loader_of_a_shared_data_module() -> None:
-    """Others may validate with it: one warning, and training continues."""
+@pytest.mark.parametrize("data", [{"datamodule": Data()}, {"train_dataloaders": loader(), "val_dataloaders": loader()}])
+def test_a_validation_loader_without_validation_step(data: dict[str, Any]) -> None:
+    """As in Lightning, one warning, and training continues."""
     module = Small()
     with pytest.warns(UserWarning, match="Small has no `validation_step`: it will not be validated") as caught:
-        trainer(num_sanity_val_steps=2).fit(module, datamodule=Data())
+        trainer(num_sanity_val_steps=2).fit(module, **data)
     assert len(caught) == 1
     assert module.ran == ["training"] * 3
 
