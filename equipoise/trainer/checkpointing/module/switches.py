@@ -18,9 +18,6 @@ __all__ = ["Switches"]
 # Values of switches by kind and name.
 _Values = dict[str, dict[str, bool]]
 
-# Attributes of submodules. Lightning's callbacks for finetuning turn the second one as well.
-_OF_SUBMODULES = ("training", "track_running_stats")
-
 
 @dataclass(eq=False)
 class Switches:
@@ -90,8 +87,5 @@ def _parts_with_switches(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Yield kind and name of each switch, and the parameter or submodule that has it as an attribute."""
     for name, parameter in module.named_parameters():
         yield "requires_grad", uncompiled_name(name), parameter
-    for kind in _OF_SUBMODULES:
-        for name, submodule in module.named_modules():
-            # Few have the second attribute.
-            if isinstance(getattr(submodule, kind, None), bool):
-                yield kind, uncompiled_name(name), submodule
+    for name, submodule in module.named_modules():
+        yield "training", uncompiled_name(name), submodule
