@@ -71,7 +71,7 @@ def _log(
         add_dataloader_idx,
         rank_zero_only,
     )
-    trainer.logs.add(self._current_fx_name, name, value, options, batch_size)
+    trainer.logs.add(self._current_fx_name, name, value, options, batch_size, self)
 
 
 def _trainer_of(module: LightningModule) -> Any:

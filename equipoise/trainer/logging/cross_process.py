@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from equipoise.interop.lightning.self_log import LogOptions
@@ -44,17 +43,12 @@ class LogReduction:
         Args:
             collection: The values that this process has logged. Entries of other processes are added.
             dataloader_idx: The loader whose values are reduced; None if there is one loader.
-
-        Raises:
-            MisconfigurationException: If a process cannot find a metric that only others have logged.
         """
         # 1. Report the entries of this process to all, and receive theirs.
         gathered = self.gather(self._reports_of(collection, dataloader_idx))
         reports_by_key = _by_key(gathered)
         # 2. Compute each value. The order is the same in all processes, which metrics need.
         for key, reports in reports_by_key.items():
-            if len(reports) < len(gathered):
-                _check_names(reports)
             entry = collection.entries.get(key)
             if entry is None:
                 entry = Entry.like(reports[0], named_metrics(self.module))
@@ -129,20 +123,6 @@ def _by_key(gathered: list[list[EntryState]]) -> dict[Any, list[EntryState]]:
         for report in reports_of_process:
             reports_by_key.setdefault(tuple(report["key"]), []).append(report)
     return reports_by_key
-
-
-def _check_names(reports: list[EntryState]) -> None:
-    """Check that processes which have not logged a metric can find it.
-
-    Raises:
-        MisconfigurationException: In all processes, if they cannot.
-    """
-    for report in reports:
-        if report["metric"] == "":
-            raise MisconfigurationException(
-                f"The metric logged as {report['key'][1]!r} is no attribute of the module, so processes that have not"
-                " logged it cannot know it. Make it one, or log it in all processes."
-            )
 
 
 def merge_saved_entries(entries_of_processes: list[list[EntryState]], rank: int) -> list[EntryState]:

@@ -157,8 +157,7 @@ class Entry:
         values = on_cpu({"total": self.total, "step": self.step})
         metric = None
         if self.metric is not None:
-            # Without a name it can be found in no other process.
-            metric = names.get(id(self.metric), "")
+            metric = names.get(id(self.metric))
         return {
             **values,
             "key": list(self.key),

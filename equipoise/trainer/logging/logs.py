@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.interop.metrics import last_batch_value
+from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.trainer.logging.arguments import check_value, complete_options, whole_value, without_dimensions
 from equipoise.trainer.logging.collection import Captures, Collection, Logged
@@ -65,6 +66,8 @@ class Logs:
         # 1. Parts of the run; see `connect_run`.
         self._size_of: SizeOf = _UNCONNECTED
         self._reduction: LogReduction | LogAgreement | None = None
+        # Identities of the metrics of each module that logs, by that of the module: there are copies.
+        self._known_metrics: dict[int, frozenset[int]] = {}
         # 2. The present loop.
         self.collection: Collection | None = None
         self.dataloader_idx: int | None = None
@@ -95,6 +98,7 @@ class Logs:
         """
         self._size_of = size_of
         self._reduction = reduction
+        self._known_metrics = {}
 
     def close(self, *, failed: bool) -> None:
         """End a run: move the metrics to the CPU, and release the parts of the run.
@@ -116,7 +120,15 @@ class Logs:
 
     # Values.
 
-    def add(self, hook: str | None, name: str, value: Any, arguments: tuple[Any, ...], batch_size: int | None) -> None:
+    def add(
+        self,
+        hook: str | None,
+        name: str,
+        value: Any,
+        arguments: tuple[Any, ...],
+        batch_size: int | None,
+        owner: nn.Module | None = None,
+    ) -> None:
         """Add one value; see `LightningModule.log`.
 
         Args:
@@ -125,6 +137,7 @@ class Logs:
             value: A number, a tensor of one element, or a metric.
             arguments: The values of `LogOptions` as the user passed them.
             batch_size: The weight in a mean, in samples. None: the size of the batch.
+            owner: The module that logs, which must have the metric. Default: None, no matter which.
         """
         # 1. A value of weights in shards is put together here, where all processes log it. Values of a share of the
         #    batch wait until all shares are computed.
@@ -138,6 +151,8 @@ class Logs:
                 elif isinstance(value, (int, float)):
                     # The default dtype is that of the step only here.
                     value = torch.tensor(value, dtype=default_dtype(), device="cpu")
+                elif isinstance(value, Metric):
+                    self._check_owner(name, value, owner)
                 captured.append(Logged(hook, name, value, arguments, batch_size))
                 return
         # 2. Find the entry. Arguments are checked when they are new.
@@ -151,6 +166,7 @@ class Logs:
                 value = without_dimensions(name, value)
             value = value.detach().clone()
         elif isinstance(value, Metric):
+            self._check_owner(name, value, owner)
             entry.metric = value
             value = last_batch_value(value)
         else:
@@ -158,6 +174,17 @@ class Logs:
         self.pending.append((entry, value, batch_size))
         if not self.in_batches:
             self.commit()
+
+    def _check_owner(self, name: str, metric: Metric, owner: nn.Module | None) -> None:
+        """Check that the module that logs a metric has it: no other is resumed, repeated, or put together."""
+        if owner is None or id(metric) in self._known_metrics.get(id(owner), ()):
+            return
+        known = self._known_metrics[id(owner)] = frozenset(map(id, named_metrics(owner).values()))
+        if id(metric) not in known:
+            raise MisconfigurationException(
+                f"The metric logged as {name!r} is no attribute of the module, so it would not be resumed. Make it one,"
+                " also in a list or dictionary: `self.metric = ...`."
+            )
 
     def _register(
         self, hook: str | None, name: str, value: Any, arguments: LogOptions, batch_size: int | None

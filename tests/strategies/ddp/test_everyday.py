@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
@@ -263,10 +262,6 @@ def test_rates_are_the_same_in_all_processes() -> None:
     assert module.same
 
 
-# A metric of a program, which no module knows.
-ELSEWHERE = MeanMetric()
-
-
 class Unregistered(L.LightningModule):
     """Logs metrics that are no attributes of it. Rank 0 has a batch more than rank 1."""
 
@@ -315,19 +310,6 @@ class ReadsTogether(L.LightningModule):
 def test_a_metric_that_is_read_where_it_is_logged_is_that_of_all_samples() -> None:
     data = DataLoader(torch.arange(5.0), batch_size=1)
     assert trainer("ddp", 2).test(ReadsTogether(), data, verbose=False) == [{"total": 10.0, "read": 10.0}]
-
-
-class Elsewhere(L.LightningModule):
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        ELSEWHERE.update(batch)
-        self.log("elsewhere", ELSEWHERE)
-
-
-def test_a_metric_that_no_module_holds() -> None:
-    data = DataLoader(torch.arange(5.0), batch_size=1)
-    assert trainer("ddp", 2).test(Elsewhere(), data, verbose=False) == [{"elsewhere": 2.0}]
-    with pytest.raises(MisconfigurationException, match="'elsewhere' is no attribute of the module"):
-        trainer("ddp", 2).test(Elsewhere(), DataLoader(torch.ones(1)), verbose=False)
 
 
 class Gathered(Metric):

@@ -243,28 +243,16 @@ def test_a_metric_is_known_by_its_name_in_the_module() -> None:
     assert list(there.callback_metrics) == ["mean"]
 
 
-def log_unknown_metric(peers: Peers) -> Logs:
-    """Log a metric that is no attribute of the module."""
-    logs, metric = logs_of(reduction=peers.reduction()), MeanMetric()
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_metric_that_the_module_has_not_is_refused(captures: bool) -> None:
+    logs, module = logs_of(), with_metric()
     logs.begin_batch([0])
-    metric.update(1.0)
-    log(logs, "mean", metric, on_step=False, on_epoch=True)
-    logs.end_batch()
-    return logs
-
-
-def test_a_metric_that_all_processes_log_needs_no_name() -> None:
-    peers = Peers([])
-    log_unknown_metric(peers).end_batches()
-    logs = log_unknown_metric(Peers([peers.sent[0]]))
-    logs.end_batches()
-    assert plain(logs.metrics()) == {"mean": 1.0}
-
-
-def test_a_metric_that_another_process_cannot_find_is_refused() -> None:
-    logs = log_unknown_metric(Peers([[]]))
-    with pytest.raises(MisconfigurationException, match=r"'mean' is no attribute of the module, .* in all processes"):
-        logs.end_batches()
+    if captures:
+        logs.captures.begin()
+    arguments = tuple(LogOptions())
+    logs.add("training_step", "known", module["mean"], arguments, None, module)  # type: ignore[index]
+    with pytest.raises(MisconfigurationException, match="logged as 'mean' is no attribute of the module"):
+        logs.add("training_step", "mean", MeanMetric(), arguments, None, module)
 
 
 KEY = ("training_step", "loss", None)

@@ -110,23 +110,13 @@ class MetricExchange:
     # Logged metrics
 
     def named(self, logged: Iterable[Any]) -> list[Any]:
-        """Return logged values with names in the place of metrics, which other processes can find.
-
-        Raises:
-            StepError: If a metric is no attribute of the module.
-        """
+        """Return logged values with names in the place of metrics, which other processes can find."""
         return [entry._replace(value=self._named(entry)) for entry in logged]
 
     def _named(self, logged: Any) -> Any:
         if not isinstance(logged.value, Metric):
             return logged.value
-        name = self._names.get(id(self._modules.original(logged.value)))
-        if name is None:
-            raise StepError(
-                f"The metric logged as {logged.name!r} is no attribute of the module, so other processes cannot find"
-                " it. Make it one in the constructor."
-            )
-        return _MetricName(name)
+        return _MetricName(self._names[id(self._modules.original(logged.value))])
 
     def found(self, logged: Iterable[Any]) -> list[Any]:
         """Return logged values with metrics in the place of names."""
