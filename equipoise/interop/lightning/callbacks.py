@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
-from equipoise.interop.lightning.checkpoint_hooks import Fit
+from equipoise.interop.lightning.checkpoint_hooks import FitFacts
 from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.lightning.finders import is_stock_finder
 from equipoise.interop.remote.paths import to_path
@@ -60,7 +60,7 @@ _LATEST_UPDATE = "_latest_update_step"
 
 
 def without_skipped_steps(
-    callback: Callback, hook: str, method: Callable[..., Any], fit: Fit | None
+    callback: Callback, hook: str, method: Callable[..., Any], fit: FitFacts | None
 ) -> Callable[..., Any]:
     """Return a hook of a callback as it is to be called; that of an average leaves out steps that changed no weight.
 

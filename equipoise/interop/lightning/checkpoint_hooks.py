@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-__all__ = ["Fit", "with_true_values"]
+__all__ = ["FitFacts", "hook_of_checkpoint"]
 
 Hook = Callable[..., Any]
 
@@ -34,8 +34,8 @@ _NAMES = (
 )
 
 
-class Fit(Protocol):
-    """Questions of the hooks to the fit.
+class FitFacts(Protocol):
+    """What the hooks of checkpoints ask of a fit.
 
     Attributes:
         later_files: Files that are newer than the checkpoint that this run resumes from.
@@ -58,7 +58,7 @@ class Fit(Protocol):
         """Return True if the scaler of the loss has skipped the last optimiser step."""
 
 
-def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | None) -> Hook:
+def hook_of_checkpoint(callback: Callback, name: str, method: Hook, fit: FitFacts | None) -> Hook:
     """Return a hook of a callback as it is to be called; that of a ModelCheckpoint saves weights with their value.
 
     Args:
@@ -70,7 +70,7 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
     if fit is None or name not in _SAVING_HOOKS or not isinstance(callback, ModelCheckpoint):
         return method
     if name == "on_train_end":
-        method = _outside_development(method)
+        method = _not_in_fast_dev_run(method)
     if not all(hasattr(callback, needed) for needed in _NAMES):
         return method
     hooks = _CheckpointHooks(callback, fit)
@@ -80,13 +80,13 @@ def with_true_values(callback: Callback, name: str, method: Hook, fit: Fit | Non
         elif name == "on_validation_end":
             method = hooks.at_validation_end(method)
     if fit.later_files:
-        method = hooks.replacing_files(method)
+        method = hooks.with_method(method, "file_exists", hooks.is_kept)
     if "://" in str(callback.dirpath):
-        method = hooks.sparing_other_folders(method)
+        method = hooks.with_method(method, "_should_remove_checkpoint", hooks.may_remove)
     return method
 
 
-def _outside_development(method: Hook) -> Hook:
+def _not_in_fast_dev_run(method: Hook) -> Hook:
     """Return a hook that does nothing in a `fast_dev_run`, in which Lightning's writes the last file all the same."""
 
     def save(trainer: Any, *args: Any) -> None:
@@ -97,32 +97,41 @@ def _outside_development(method: Hook) -> Hook:
 
 
 class _CheckpointHooks:
-    def __init__(self, callback: Any, fit: Fit) -> None:
+    def __init__(self, callback: Any, fit: FitFacts) -> None:
         self._callback = callback
         self._fit = fit
+
+    def with_method(self, hook: Hook, name: str, replacement: Callable[..., Any]) -> Hook:
+        """Return a hook during which the callback calls a function in place of one of its methods."""
+
+        def call(*args: Any) -> None:
+            with _replaced(self._callback, name, replacement):
+                hook(*args)
+
+        return call
 
     # A value of the validation.
 
     def at_batch_end(self, method: Hook) -> Hook:
         """Return a hook that waits for the validation which computes the value of the present weights."""
         callback = self._callback
-        # Without the names, a save may be due at any time.
+        # Without one of these names, a save may be due at any time.
         every = getattr(callback, "_every_n_train_steps", 1)
-        by_time = getattr(callback, "_train_time_interval", 0) is not None
+        saves_by_time = not hasattr(callback, "_train_time_interval") or callback._train_time_interval is not None
         is_changed = type(callback).on_train_batch_end is not ModelCheckpoint.on_train_batch_end
-        saves_at_any_time = by_time or is_changed
+        saves_at_any_time = saves_by_time or is_changed
 
         def save_or_wait(trainer: Any, *args: Any) -> None:
             if not saves_at_any_time and (every < 1 or trainer.global_step % every):
                 return
-            waited = callback._defer_save_until_validation
+            was_waiting = callback._defer_save_until_validation
             callback._defer_save_until_validation = False
             with _replaced(callback, "_monitor_candidates", self._present_values):
                 method(trainer, *args)
-            begins_to_wait = callback._defer_save_until_validation
             is_saved = callback._last_global_step_saved == trainer.global_step
-            callback._defer_save_until_validation = waited or (begins_to_wait and not is_saved)
-            if begins_to_wait and not is_saved and callback.save_last is True:
+            must_wait = callback._defer_save_until_validation and not is_saved
+            callback._defer_save_until_validation = was_waiting or must_wait
+            if must_wait and callback.save_last is True:
                 self._save_last_now(trainer)
 
         return save_or_wait
@@ -160,32 +169,23 @@ class _CheckpointHooks:
         callback = self._callback
 
         def save_what_waits(trainer: Any, *args: Any) -> None:
-            is_there = callback.monitor in trainer.callback_metrics
-            if not callback._defer_save_until_validation or not is_there:
+            is_logged = callback.monitor in trainer.callback_metrics
+            if not callback._defer_save_until_validation or not is_logged:
                 method(trainer, *args)
                 return
-            chosen = callback._save_on_train_epoch_end
+            saves_on_epoch_end = callback._save_on_train_epoch_end
             callback._save_on_train_epoch_end = False
             try:
                 method(trainer, *args)
             finally:
-                callback._save_on_train_epoch_end = chosen
+                callback._save_on_train_epoch_end = saves_on_epoch_end
 
         return save_what_waits
 
     # Files of a run that was resumed in another folder.
 
-    def sparing_other_folders(self, method: Hook) -> Hook:
-        """Return a hook that removes files of its own folder only; of other machines Lightning removes all."""
-
-        def save(*args: Any) -> None:
-            with _replaced(self._callback, "_should_remove_checkpoint", self.may_remove):
-                method(*args)
-
-        return save
-
     def may_remove(self, trainer: Any, previous: str, current: str) -> bool:
-        """Return True if a file that is kept no more is to be removed."""
+        """Return True if a file of the callback's own folder is to be removed; on a store Lightning removes any."""
         callback = self._callback
         if not str(previous).startswith(str(callback.dirpath)):
             return False
@@ -193,17 +193,8 @@ class _CheckpointHooks:
 
     # Files that the run wrote before it was resumed.
 
-    def replacing_files(self, method: Hook) -> Hook:
-        """Return a hook that replaces files which this run wrote later; Lightning leaves them, and counts on."""
-
-        def save(*args: Any) -> None:
-            with _replaced(self._callback, "file_exists", self._is_kept):
-                method(*args)
-
-        return save
-
-    def _is_kept(self, filepath: Any, trainer: Any) -> bool:
-        """Return True if a file exists that this run must not replace."""
+    def is_kept(self, filepath: Any, trainer: Any) -> bool:
+        """Return True if a file exists that this run must not replace; Lightning replaces none."""
         if not type(self._callback).file_exists(self._callback, filepath, trainer):
             return False
         path = str(filepath)

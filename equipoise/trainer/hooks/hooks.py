@@ -23,7 +23,7 @@ from equipoise.interop.lightning.callbacks import (
     with_latest_answer,
     without_skipped_steps,
 )
-from equipoise.interop.lightning.checkpoint_hooks import Fit, with_true_values
+from equipoise.interop.lightning.checkpoint_hooks import FitFacts, hook_of_checkpoint
 from equipoise.interop.lightning.classes import base_of, is_a, with_index
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 
@@ -109,7 +109,7 @@ class Hooks:
         module: LightningModule,
         datamodule: LightningDataModule | None,
         strategy_name: str,
-        fit: Fit | None = None,
+        fit: FitFacts | None = None,
         averaging: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.trainer = trainer
@@ -340,7 +340,7 @@ class Hooks:
         for callback in callbacks:
             if not overrides(callback, name, Callback) or cannot_fire(callback, name):
                 continue
-            method = with_true_values(callback, name, getattr(callback, name), self.fit)
+            method = hook_of_checkpoint(callback, name, getattr(callback, name), self.fit)
             method = without_skipped_steps(callback, name, method, self.fit)
             method = with_average_begun(callback, name, method)
             method = with_buffers_kept(callback, name, method)

@@ -31,7 +31,7 @@ from equipoise.interop.lightning.callbacks import (
     with_average_begun,
     without_skipped_steps,
 )
-from equipoise.interop.lightning.checkpoint_hooks import with_true_values
+from equipoise.interop.lightning.checkpoint_hooks import hook_of_checkpoint
 from equipoise.interop.metrics import load_metric_states, metric_states, take_metric_state
 from tests.conftest import ignoring
 from tests.support.hidden_names import hide
@@ -180,9 +180,9 @@ def test_a_checkpoint_callback_that_works_otherwise_is_called_as_it_is(
     callback = ModelCheckpoint(monitor="value")
     fit: Any = SimpleNamespace(later_files={"a.ckpt"})
     hook = callback.on_validation_end
-    assert with_true_values(callback, "on_validation_end", hook, fit) != hook
+    assert hook_of_checkpoint(callback, "on_validation_end", hook, fit) != hook
     monkeypatch.delattr(ModelCheckpoint, name)
-    assert with_true_values(callback, "on_validation_end", hook, fit) == hook
+    assert hook_of_checkpoint(callback, "on_validation_end", hook, fit) == hook
 
 
 def test_averaging_that_notes_no_step_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import Trainer
-from equipoise.interop.lightning.checkpoint_hooks import with_true_values
+from equipoise.interop.lightning.checkpoint_hooks import hook_of_checkpoint
 from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
@@ -164,7 +164,7 @@ def test_a_batch_in_which_no_save_is_due_does_not_reach_the_callback(
         seen: list[int] = []
         fit: Any = SimpleNamespace(later_files=set(), last_writes={})
         callback = cls(monitor="value", **options)
-        hook = with_true_values(callback, "on_train_batch_end", lambda run, s=seen: s.append(run.global_step), fit)
+        hook = hook_of_checkpoint(callback, "on_train_batch_end", lambda run, s=seen: s.append(run.global_step), fit)
         for step in range(7):
             hook(SimpleNamespace(global_step=step))
         assert seen == expected
