@@ -125,7 +125,7 @@ class HookState:
         state = PlainState()
         state.mark(self._objects())
         yield
-        self._of_sanity_check = state.changed(self._objects())
+        self._of_sanity_check = state.changed_paths(self._objects())
 
     def begin(self) -> None:
         """Note the state after the hooks of the start. Tensors and arrays of theirs may come from the weights."""

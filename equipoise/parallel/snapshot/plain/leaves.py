@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
 
 
 class Leaves:
-    """Follows objects to their leaves."""
+    """Follows objects through attributes and items to their leaves."""
 
     def __init__(self) -> None:
         self._contents = Contents()
@@ -94,12 +94,14 @@ class Leaves:
     def _follow(self, value: Any, path: Path, largest: int) -> Iterator[Leaf]:
         """Yield the leaves of a value."""
         first_path = self._first_paths.setdefault(id(value), path)
+        # Another path has led to it before.
+        is_known = first_path is not path
         if isinstance(value, Tensor) and len(first_path) == 1:
             return
         # 1. A plain value is a leaf. One that is too large for a checkpoint counts as an object.
         content = self._contents.of(value, largest)
         if content is not None:
-            if first_path is not path and isinstance(value, _CHANGEABLE):
+            if is_known and isinstance(value, _CHANGEABLE):
                 yield Leaf(path, "aliases", value, Content(first_path))
                 return
             kind = "values"
@@ -112,7 +114,7 @@ class Leaves:
             yield Leaf(path, "generators", value, Content(pickle.dumps(generator_state(value))))
             return
         # 3. An object is followed once, which also ends circles.
-        if first_path is not path and not isinstance(value, _DESCRIBED):
+        if is_known and not isinstance(value, _DESCRIBED):
             yield Leaf(path, "aliases", value, Content(first_path))
             return
         # 4. Of an object its class is noted, and then what it leads to.
@@ -132,11 +134,20 @@ def description_of(value: Any) -> str:
         return f"{name} {value.__qualname__}"
     # No path leads to their items.
     if isinstance(value, set | frozenset | dict) and any(not isinstance(key, str | int) for key in value):
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        if all(isinstance(part, _DESCRIBED) for part in parts):
-            return f"{name} {sorted(map(repr, value.items() if isinstance(value, dict) else value))}"
-        return f"{name} of {len(value)}"
+        return f"{name} {_text_of_items(value)}"
     return name
+
+
+def _text_of_items(container: Any) -> str:
+    """Return the items of a set or dictionary as a text, or their number if the texts of some do not describe them."""
+    items = container
+    parts = container
+    if isinstance(container, dict):
+        items = container.items()
+        parts = [*container, *container.values()]
+    if all(isinstance(part, _DESCRIBED) for part in parts):
+        return str(sorted(map(repr, items)))
+    return f"of {len(container)}"
 
 
 def _object(path: Path, value: Any) -> Leaf:

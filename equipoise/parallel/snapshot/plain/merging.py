@@ -13,7 +13,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.places import find, text_of
 from equipoise.parallel.snapshot.plain.restoring import restore
-from equipoise.parallel.snapshot.plain.state import PlainState, State
+from equipoise.parallel.snapshot.plain.state import UNKNOWN, PlainState, SavedValue, State
 
 __all__ = ["bring_back"]
 
@@ -32,18 +32,19 @@ def bring_back(
     """
     values = []
     lost: list[str] = []
-    for path, saved, is_elsewhere, *more in state.get("values", ()):
+    for saved in SavedValue.all_in(state):
+        path = saved.path
         noted = present_run.noted(path)
-        # Earlier versions have written neither of the last two.
-        was_replaced, *start = more or [False]
+        present_start = UNKNOWN if noted is None else noted.start
         # In this run it may have been replaced as well.
-        was_replaced = was_replaced and present_run.has_noted(path, find(roots, path))
+        was_replaced = saved.was_replaced and present_run.has_noted(path, find(roots, path))
         place = text_of(path)
-        value = saved
-        if start and noted is not None and noted.start and _is_argument(roots, path):
-            value = _merged(start[0], saved, noted.start[0], place, lost)
+        value = saved.value
+        are_comparable = saved.start is not UNKNOWN and present_start is not UNKNOWN
+        if are_comparable and _is_argument(roots, path):
+            value = _merged(saved.start, saved.value, present_start, place, lost)
         if place not in lost:
-            values.append([path, value, is_elsewhere, was_replaced])
+            values.append([path, value, saved.is_elsewhere, was_replaced])
     new = [place for place in lost if place not in already_named]
     already_named.update(new)
     if new:
@@ -80,11 +81,14 @@ def _merged(start: Any, saved: Any, present: Any, place: str, lost: list[str]) -
         return saved
     if isinstance(start, dict) and isinstance(saved, dict) and isinstance(present, dict):
         items = {}
-        for key in (*saved, *(key for key in present if key not in saved and key not in start)):
-            if key in saved and key in start and key in present:
-                items[key] = _merged(start[key], saved[key], present[key], f"{place}[{key!r}]", lost)
-            else:
-                items[key] = saved[key] if key in saved else present[key]
+        for key, item in saved.items():
+            items[key] = item
+            if key in start and key in present:
+                items[key] = _merged(start[key], item, present[key], f"{place}[{key!r}]", lost)
+        # What was there at the start and is not saved was removed; the present run has added the rest.
+        for key, item in present.items():
+            if key not in saved and key not in start:
+                items[key] = item
         # Of the same kind.
         result = copy(saved)
         result.clear()
@@ -96,5 +100,8 @@ def _merged(start: Any, saved: Any, present: Any, place: str, lost: list[str]) -
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    # Starts hold no tensors. NaN differs from itself, and equal sets may have other texts.
-    return repr(one) == repr(other) or (isinstance(one, set) and isinstance(other, set) and one == other)
+    # Equal sets may have other texts.
+    if isinstance(one, set) and isinstance(other, set) and one == other:
+        return True
+    # By texts, since NaN differs from itself. Starts hold no tensors.
+    return repr(one) == repr(other)

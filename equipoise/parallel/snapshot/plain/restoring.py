@@ -1,7 +1,7 @@
 """The return of changes into the objects of another run, and what cannot return."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from textwrap import shorten
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from equipoise.parallel.snapshot.generators import is_generator, set_generator_state
 from equipoise.parallel.snapshot.plain.copies import Copies, copied
 from equipoise.parallel.snapshot.plain.leaves import description_of, own_memory
-from equipoise.parallel.snapshot.plain.paths import Root, Step
+from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.places import delete, find, put, text_of
-from equipoise.parallel.snapshot.plain.state import PlainState, State
+from equipoise.parallel.snapshot.plain.state import PlainState, SavedObject, SavedValue, State
 from equipoise.parallel.snapshot.plain.values import memory_of
 
 __all__ = ["differing", "restore"]
@@ -43,10 +43,10 @@ def restore(roots: Mapping[str, Root], state: State, device: torch.device) -> No
         generator = find(roots, path)
         if is_generator(generator):
             set_generator_state(generator, generator_state)
-    for path, description, *_ in state.get("objects", ()):
-        member = _member(find(roots, path), description)
+    for saved in SavedObject.all_in(state):
+        member = _member(find(roots, saved.path), saved.description)
         if member is not None:
-            put(roots, path, member)
+            put(roots, saved.path, member)
     # The last items of a list come first.
     for (path,) in reversed(state.get("deleted", ())):
         delete(roots, path)
@@ -72,67 +72,56 @@ def differing(roots: Mapping[str, Root], state: State, present_run: PlainState) 
             if find(roots, path_of_owner) is None:
                 names[text_of(path_of_owner)] = path[0]
     # 2. Objects that no file holds, and that this run has not created likewise.
-    for path, description, *more in state.get("objects", ()):
-        present = find(roots, path)
-        is_described = description_of(present) == description or _member(present, description) is not None
+    for saved in SavedObject.all_in(state):
+        present = find(roots, saved.path)
+        is_described = description_of(present) == saved.description or _member(present, saved.description) is not None
         # A module had been replaced by another one of its class, and this run still has the first one.
-        had_been_replaced = more[:1] == [True]
-        is_the_first = isinstance(present, nn.Module) and present_run.has_noted(path, present)
-        if not is_described or (had_been_replaced and is_the_first):
-            place = text_of(path)
+        is_the_first = isinstance(present, nn.Module) and present_run.has_noted(saved.path, present)
+        if not is_described or (saved.was_replaced and is_the_first):
+            place = text_of(saved.path)
             names.pop(place, None)
-            names[f"{place} ({shorten(description, _LONGEST_TEXT)})"] = path[0]
+            names[f"{place} ({shorten(saved.description, _LONGEST_TEXT)})"] = saved.path[0]
     # 3. A root that lacks has been left out by the user.
     for place, name in names.items():
         if name in roots:
             yield name, place
 
 
-class _SavedValue(NamedTuple):
-    """A value that is to return.
+class _Kept(NamedTuple):
+    """An object that stays, and takes the contents of a saved one.
 
     Attributes:
-        path: Its place.
-        value: The value.
-        device: The device of its tensors.
-        is_another: Whether it had replaced another object at this place.
+        present: The object.
+        value: The saved value for which it stands.
+        device: The device of the tensors in it.
     """
 
-    path: Sequence[Step]
+    present: Any
     value: Any
     device: torch.device
-    is_another: bool
-
-
-# Objects that stay, by their identities: each can stand for one saved value, whose tensors belong on a device.
-_Standing = dict[int, tuple[Any, Any, torch.device]]
-
-
-def _saved_values(state: State, device: torch.device) -> Iterator[_SavedValue]:
-    for path, value, is_elsewhere, *more in state.get("values", ()):
-        yield _SavedValue(path, value, device if is_elsewhere else _CPU, more[:1] == [True])
 
 
 def _restore_values(roots: Mapping[str, Root], state: State, device: torch.device) -> None:
     memory_of_weights = own_memory(roots)
-    saved = list(_saved_values(state, device))
+    saved_values = list(SavedValue.all_in(state))
+    devices = [device if saved.is_elsewhere else _CPU for saved in saved_values]
     # 1. Others may refer to an object that had been changed in place, so it stays, and stands for the saved one.
-    standing: _Standing = {}
-    for each in saved:
-        if not each.is_another:
-            _keep(find(roots, each.path), each.value, each.device, standing, memory_of_weights)
+    kept_by_id: dict[int, _Kept] = {}
+    for saved, here in zip(saved_values, devices, strict=True):
+        if not saved.was_replaced:
+            _keep(_Kept(find(roots, saved.path), saved.value, here), kept_by_id, memory_of_weights)
     # This adds more of them.
-    for present, value, here in list(standing.values()):
-        _keep_items(present, value, here, standing, memory_of_weights)
+    for kept in list(kept_by_id.values()):
+        _keep_items(kept, kept_by_id, memory_of_weights)
     # Of several objects that could stand for one value the first does.
-    copies: Copies = {id(value): (value, present) for present, value, _ in reversed(standing.values())}
-    for present, value, here in standing.values():
-        _fill(present, value, partial(copied, device=here, copies=copies))
+    copies: Copies = {id(kept.value): (kept.value, kept.present) for kept in reversed(kept_by_id.values())}
+    for kept in kept_by_id.values():
+        _fill(kept.present, kept.value, partial(copied, device=kept.device, copies=copies))
     # 2. The others. The changes may be brought back again, so what returns is a copy.
-    for each in saved:
-        copy = copied(each.value, each.device, copies)
-        if copy is not find(roots, each.path):
-            put(roots, each.path, copy)
+    for saved, here in zip(saved_values, devices, strict=True):
+        copy = copied(saved.value, here, copies)
+        if copy is not find(roots, saved.path):
+            put(roots, saved.path, copy)
 
 
 def _member(present: Any, description: str) -> Enum | None:
@@ -142,22 +131,20 @@ def _member(present: Any, description: str) -> Enum | None:
     return next((member for member in type(present) if description_of(member) == description), None)
 
 
-def _keep(
-    present: Any, value: Any, device: torch.device, standing: _Standing, memory_of_weights: frozenset[int | None]
-) -> None:
-    if _is_alike(present, value, memory_of_weights):
-        standing.setdefault(id(present), (present, value, device))
+def _keep(candidate: _Kept, kept_by_id: dict[int, _Kept], memory_of_weights: frozenset[int | None]) -> None:
+    """Let an object stay if it can take the contents of the saved value."""
+    if _is_alike(candidate.present, candidate.value, memory_of_weights):
+        kept_by_id.setdefault(id(candidate.present), candidate)
 
 
-def _keep_items(
-    present: Any, value: Any, device: torch.device, standing: _Standing, memory_of_weights: frozenset[int | None]
-) -> None:
+def _keep_items(parent: _Kept, kept_by_id: dict[int, _Kept], memory_of_weights: frozenset[int | None]) -> None:
     """Keep the containers in a dictionary, which may be attributes, too."""
-    if isinstance(present, dict) and isinstance(value, dict):
-        for key, item in present.items():
+    if isinstance(parent.present, dict) and isinstance(parent.value, dict):
+        for key, item in parent.present.items():
             if not isinstance(item, Tensor):
-                _keep(item, value.get(key), device, standing, memory_of_weights)
-                _keep_items(item, value.get(key), device, standing, memory_of_weights)
+                candidate = _Kept(item, parent.value.get(key), parent.device)
+                _keep(candidate, kept_by_id, memory_of_weights)
+                _keep_items(candidate, kept_by_id, memory_of_weights)
 
 
 def _is_alike(present: Any, value: Any, memory_of_weights: frozenset[int | None]) -> bool:

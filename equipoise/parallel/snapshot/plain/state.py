@@ -4,7 +4,7 @@ Objects are followed through their attributes and the items of their containers 
 objects that a file cannot hold, of which only the class is noted. A leaf is known by the path that leads to it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from equipoise.parallel.snapshot.generators import generator_state
@@ -12,24 +12,75 @@ from equipoise.parallel.snapshot.plain.copies import Copies, copied
 from equipoise.parallel.snapshot.plain.leaves import Leaves, description_of
 from equipoise.parallel.snapshot.plain.paths import Path, Root
 
-__all__ = ["Noted", "PlainState", "State"]
+__all__ = ["UNKNOWN", "Noted", "PlainState", "SavedObject", "SavedValue", "State"]
 
 # Entries of the changed leaves, by kind; each begins with the path.
 State = dict[str, list[list[Any]]]
 
+# Stands for a start that was not noted.
+UNKNOWN = object()
 # Bytes of a value that is compared with what a resumed run is constructed with.
 _LARGEST_START = 1 << 12
 
 
 class Noted(NamedTuple):
-    """A leaf as it was noted."""
+    """A leaf as it was noted.
+
+    Attributes:
+        path: Its place.
+        mark: Its kind and digest; None if it counts as changed in any case.
+        identity: The identity of its value.
+        start: The value before any hook, if it is small, so that a user may have passed it; else `UNKNOWN`.
+    """
 
     path: Path
-    # None if it counts as changed in any case.
     mark: Any
     identity: int
-    # The value before any hook, if it is small, so that a user may have passed it; else empty.
-    start: tuple[Any, ...] = ()
+    start: Any = UNKNOWN
+
+
+class SavedValue(NamedTuple):
+    """An entry under "values". Earlier versions have written neither of the last two items.
+
+    Attributes:
+        path: Its place.
+        value: The value.
+        is_elsewhere: Whether tensors in it were on another device than the CPU.
+        was_replaced: Whether another object had been at this place.
+        start: The value before any hook; `UNKNOWN` if the entry lacks it.
+    """
+
+    path: list[Any]
+    value: Any
+    is_elsewhere: bool
+    was_replaced: bool = False
+    start: Any = UNKNOWN
+
+    @classmethod
+    def all_in(cls, state: State) -> "Iterator[SavedValue]":
+        """Yield the saved values of a state."""
+        for entry in state.get("values", ()):
+            yield cls(*entry[: len(cls._fields)])
+
+
+class SavedObject(NamedTuple):
+    """An entry under "objects". Earlier versions have not written the last item.
+
+    Attributes:
+        path: Its place.
+        description: What `description_of` says of what no file can hold, or of what is too large.
+        was_replaced: Whether another one of its class had been at this place.
+    """
+
+    path: list[Any]
+    description: str
+    was_replaced: bool = False
+
+    @classmethod
+    def all_in(cls, state: State) -> "Iterator[SavedObject]":
+        """Yield the saved objects of a state."""
+        for entry in state.get("objects", ()):
+            yield cls(*entry[: len(cls._fields)])
 
 
 class PlainState:
@@ -62,11 +113,11 @@ class PlainState:
     def mark(self, roots: Mapping[str, Root], *, with_starts: bool = True) -> None:
         """Note the present state of objects, by their names; with starts, if a resumed run constructs them likewise."""
         for leaf in self._leaves.of(roots):
-            start: tuple[Any, ...] = ()
+            start = UNKNOWN
             # Tensors may be random numbers.
-            is_small = leaf.content.size <= _LARGEST_START and not leaf.content.has_tensors
-            if with_starts and leaf.kind == "values" and is_small:
-                start = (copied(leaf.value),)
+            may_be_argument = leaf.content.size <= _LARGEST_START and not leaf.content.has_tensors
+            if with_starts and leaf.kind == "values" and may_be_argument:
+                start = copied(leaf.value)
             self._noted[repr(leaf.path)] = Noted(leaf.path, leaf.mark, id(leaf.value), start)
 
     def mark_but_tensors(self, roots: Mapping[str, Root], changed: Collection[str] = ()) -> None:
@@ -74,7 +125,7 @@ class PlainState:
 
         Args:
             roots: The objects.
-            changed: Paths of further values that count as changed, as `changed` returns them. Default: none.
+            changed: Paths of further values that count as changed, as `changed_paths` returns them. Default: none.
         """
         earlier = self._noted
         self._noted = {key: noted for key, noted in earlier.items() if noted.path[0] not in roots}
@@ -82,11 +133,12 @@ class PlainState:
             key = repr(leaf.path)
             noted = earlier.get(key, Noted(leaf.path, None, 0))
             mark: Any = leaf.mark
-            if (leaf.content.has_tensors and noted.mark != mark) or key in changed:
+            has_changed_tensors = leaf.content.has_tensors and noted.mark != mark
+            if has_changed_tensors or key in changed:
                 mark = None
             self._noted[key] = noted._replace(mark=mark, identity=id(leaf.value))
 
-    def changed(self, roots: Mapping[str, Root]) -> set[str]:
+    def changed_paths(self, roots: Mapping[str, Root]) -> set[str]:
         """Return the paths of values that have changed since the mark, or are new, as texts."""
         keys = set()
         for leaf in self._leaves.of(roots):
@@ -100,11 +152,9 @@ class PlainState:
         """Return what has changed since the mark, as copies on the CPU.
 
         Returns:
-            Entries by kind: under "values" the path, the value, whether tensors in it were on another device than the
-            CPU, whether another object had been there, and the value before any hook, if that is known; under
-            "generators" the path and the state; under "aliases" the path and that of the same value; under "objects"
-            the path, a description of what no file can hold or what is too large, and whether another one of its class
-            had been there; under "deleted" the path.
+            Entries by kind: under "values" the items of `SavedValue`, without an unknown start; under "generators" the
+            path and the state; under "aliases" the path and that of the same value; under "objects" the items of
+            `SavedObject`; under "deleted" the path.
         """
         state: State = {"values": [], "generators": [], "aliases": [], "objects": [], "deleted": []}
         copies: Copies = {}
@@ -120,17 +170,16 @@ class PlainState:
             entry: list[Any] = [list(leaf.path)]
             if leaf.kind == "values":
                 was_replaced = noted is None or noted.identity != id(leaf.value)
-                start = () if noted is None else noted.start
-                entry += [copied(leaf.value, copies=copies), leaf.content.is_elsewhere, was_replaced, *start]
+                entry += [copied(leaf.value, copies=copies), leaf.content.is_elsewhere, was_replaced]
+                if noted is not None and noted.start is not UNKNOWN:
+                    entry.append(noted.start)
             elif leaf.kind == "generators":
                 entry.append(generator_state(leaf.value))
             elif leaf.kind == "aliases":
                 entry.append(list(leaf.content.digest))
             else:
-                entry += [
-                    description_of(leaf.value),
-                    noted is not None and _class_of(noted.mark) == _class_of(leaf.mark),
-                ]
+                was_replaced = noted is not None and _class_of(noted.mark) == _class_of(leaf.mark)
+                entry += [description_of(leaf.value), was_replaced]
                 replaced.add(key)
             state[leaf.kind].append(entry)
         # Few runs delete anything.
@@ -151,6 +200,9 @@ class PlainState:
 
 
 def _class_of(mark: Any) -> Any:
-    """Return what a mark has of an object's class; that of a layer with weights has its number as well."""
-    digest = None if mark is None else mark[1]
+    """Return what a mark has of an object's class."""
+    if mark is None:
+        return None
+    _, digest = mark
+    # That of a layer with weights has its number as well.
     return digest[0] if isinstance(digest, tuple) else digest
