@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from equipoise.interop.torch.dispatch import OperationWatch, tensor_in_memory, tensors_in
 from equipoise.memory.profile.attribution import Attribution
+from equipoise.memory.profile.entries import Entry
 from equipoise.memory.profile.places import DevicePlaces
 from equipoise.memory.records import Category, Composition, TensorRecord
 
@@ -40,67 +41,16 @@ class LedgerEvent(NamedTuple):
     phase: str
 
 
-class _Entry:
-    """Entry of a storage. Its category is None as long as its purpose is unknown."""
+class _Live(NamedTuple):
+    """A live storage.
 
-    __slots__ = ("category", "device", "dtype", "module", "name", "nbytes", "phase", "shape")
+    Attributes:
+        reference: Reference to the storage, which removes the entry when it is freed.
+        entry: Its entry.
+    """
 
-    def __init__(self, tensor: Tensor, nbytes: int, device: str, module: str, name: str, phase: str) -> None:
-        self.device = device
-        self.nbytes = nbytes
-        self.shape = tuple(tensor.shape)
-        # The tensor is a view of a part of its storage.
-        if tensor.nbytes != nbytes:
-            self.shape = (nbytes // max(1, tensor.element_size()),)
-        self.dtype = str(tensor.dtype).removeprefix("torch.")
-        self.module = module
-        self.name = name
-        self.phase = phase
-        self.category: Category | None = None
-
-    def set_default_category(self, category: Category) -> None:
-        """Set the category if it is unknown."""
-        if self.category is None:
-            self.category = category
-
-    def identify(self, tensor: Tensor, category: Category, module: str, name: str) -> None:
-        """Set the purpose of the storage, unless a more certain one is known."""
-        if self.category not in (None, "activation", "temporary"):
-            return
-        self.category = category
-        self.module = module
-        self.name = name
-        tensor = tensor_in_memory(tensor)
-        if tensor.untyped_storage().nbytes() == tensor.nbytes:
-            self.shape = tuple(tensor.shape)
-
-    def successor(self, tensor: Tensor, nbytes: int, phase: str) -> "_Entry":
-        """Return an entry of the same purpose for a storage after a change of its size."""
-        entry = _Entry(tensor, nbytes, self.device, self.module, self.name, phase)
-        entry.category = self.category
-        return entry
-
-    def moved(self, device: str, nbytes: int) -> "_Entry":
-        """Return an entry of the same purpose for the storage on another device, or with another size."""
-        other = copy(self)
-        other.device = device
-        other.nbytes = nbytes
-        return other
-
-    def record(self) -> TensorRecord:
-        """Return the entry as a record."""
-        return TensorRecord(
-            module=self.module,
-            category=self.category or "temporary",
-            name=self.name,
-            shape=self.shape,
-            dtype=self.dtype,
-            nbytes=self.nbytes,
-        )
-
-
-# An entry, and a reference that removes it when its storage is freed.
-_LiveEntry = tuple[weakref.ref[Any], _Entry]
+    reference: weakref.ref[Any]
+    entry: Entry
 
 
 class _Peak(NamedTuple):
@@ -161,17 +111,17 @@ class Ledger:
         self._watches_sizes = watches_sizes
         self._optimizers = list(optimizers)
         # Live storages by their ids, and those that were created before the start.
-        self._entries: dict[int, _LiveEntry] = {}
+        self._entries: dict[int, _Live] = {}
         self._outside: dict[int, weakref.ref[Any]] = {}
         # Allocations (True) and releases (False) in their order, with their phases.
-        self._history: list[tuple[_Entry, bool, str]] = []
+        self._history: list[tuple[Entry, bool, str]] = []
         # Live bytes by device.
-        self._live: dict[str, int] = defaultdict(int)
+        self._live_bytes: dict[str, int] = defaultdict(int)
         self._peaks: dict[tuple[str, str], _Peak] = {}
         names = {id(submodule): name for name, submodule in module.named_modules()}
         self._attribution = Attribution(names, self._on_forward)
         self._watch = OperationWatch(self._on_operation)
-        self._running = False
+        self._is_running = False
         self.phase = "forward"
 
     # Control.
@@ -183,13 +133,13 @@ class Ledger:
         if self._names_modules:
             self._attribution.start()
         self._watch.start()
-        self._running = True
+        self._is_running = True
         self._update_peaks()
 
     def stop(self) -> None:
         """Stop recording; may be called twice."""
-        if self._running:
-            self._running = False
+        if self._is_running:
+            self._is_running = False
             self._categorise()
             self._watch.stop()
             self._attribution.stop()
@@ -215,7 +165,7 @@ class Ledger:
     @contextmanager
     def in_other_thread(self) -> Iterator[None]:
         """Record the operations of another thread in a `with` block, while the thread of the ledger waits for it."""
-        if not self._running:
+        if not self._is_running:
             yield
             return
         watch = OperationWatch(self._on_operation)
@@ -232,12 +182,12 @@ class Ledger:
             tensor: The tensor.
             device: Name of the device.
         """
-        known = self._entries.get(id(tensor.untyped_storage()))
-        if known is None or known[1].device == device:
+        storage = tensor.untyped_storage()
+        live = self._entries.get(id(storage))
+        if live is None or live.entry.device == device:
             return
-        _, entry = known
-        self._remove(id(tensor.untyped_storage()))
-        self._add(tensor.untyped_storage(), entry.moved(device, entry.nbytes))
+        self._remove(id(storage))
+        self._add(storage, live.entry.moved(device, live.entry.nbytes))
 
     def add_batch(self, batch: Any) -> None:
         """Enter the tensors of a batch.
@@ -339,9 +289,9 @@ class Ledger:
             if peak_device == device and phase in (None, peak_phase)
         }
 
-    def _live_at(self, peak: _Peak, device: str) -> list[_Entry]:
+    def _live_at(self, peak: _Peak, device: str) -> list[Entry]:
         """Replay allocations and releases up to a peak, and return the live entries of a device."""
-        live: dict[int, _Entry] = {}
+        live: dict[int, Entry] = {}
         for entry, is_allocation, _ in self._history[: peak.history_length]:
             if entry.device != device:
                 continue
@@ -362,20 +312,20 @@ class Ledger:
                 self._exclude_older(tensor)
         module = self._attribution.module
         sources = self._sources(result, args)
-        for index, tensor in enumerate(tensors_in(result)):
-            self._enter(tensor, module, name, sources[index] if index < len(sources) else None)
+        for tensor, source in zip_longest(tensors_in(result), sources):
+            self._enter(tensor, module, name, source)
         self._update_peaks()
 
     def _note_sizes(self) -> None:
         """Record the present sizes of all storages."""
-        for key, (reference, entry) in list(self._entries.items()):
-            storage = reference()
+        for key, live in list(self._entries.items()):
+            storage = live.reference()
             if storage is None:
                 continue
             nbytes = storage.nbytes()
-            if nbytes != entry.nbytes:
+            if nbytes != live.entry.nbytes:
                 self._remove(key)
-                self._add(storage, entry.moved(entry.device, nbytes))
+                self._add(storage, live.entry.moved(live.entry.device, nbytes))
 
     def _sources(self, result: Any, args: Any) -> list[str | None]:
         """Return for each result of an operation the device of what it is computed from, where devices share a name."""
@@ -389,75 +339,63 @@ class Ledger:
         return [self._device_of(tensor) for tensor in first]
 
     def _device_of(self, tensor: Tensor) -> str | None:
-        """Return the device of a recorded tensor."""
-        try:
-            known = self._entries.get(id(tensor_in_memory(tensor).untyped_storage()))
-        except (NotImplementedError, RuntimeError):
-            return None
-        return None if known is None else known[1].device
+        """Return the device of a recorded tensor; None of any other one."""
+        live = self._entries.get(id(_storage_of(tensor)))
+        return None if live is None else live.entry.device
 
     def _on_forward(self) -> None:
         """Begin the phase of the forward, if a module's forward follows an optimiser step."""
         if self.phase == "optimizer step":
             self.begin("forward")
 
-    def _enter(self, tensor: Tensor, module: str, name: str, source: str | None = None) -> _Entry | None:
+    def _enter(self, tensor: Tensor, module: str, name: str, source: str | None = None) -> Entry | None:
         """Return the entry of a tensor's storage, a new one if need be; None for a storage from before the start."""
         tensor = tensor_in_memory(tensor)
-        try:
-            storage = tensor.untyped_storage()
-            nbytes = storage.nbytes()
-        except (NotImplementedError, RuntimeError):
-            # The tensor is sparse, or of a class from another library.
+        storage = _storage_of(tensor)
+        if storage is None or id(storage) in self._outside:
             return None
-        key = id(storage)
-        if key in self._outside:
-            return None
-        reference_and_entry = self._entries.get(key)
-        if reference_and_entry is None:
+        nbytes = storage.nbytes()
+        live = self._entries.get(id(storage))
+        if live is None:
             device = str(tensor.device)
             if self._places is not None:
                 device = self._places.place_of(source)
-            entry = _Entry(tensor, nbytes, device, module, name, self.phase)
+            entry = Entry(tensor, nbytes, device, module, name, self.phase)
+        elif live.entry.nbytes == nbytes:
+            return live.entry
         else:
-            entry = reference_and_entry[1]
-            if entry.nbytes == nbytes:
-                return entry
             # The storage has another size: record a release and an allocation.
-            self._remove(key)
-            entry = entry.successor(tensor, nbytes, self.phase)
+            self._remove(id(storage))
+            entry = live.entry.successor(tensor, nbytes, self.phase)
         self._add(storage, entry)
         return entry
 
-    def _add(self, storage: Any, entry: _Entry) -> None:
+    def _add(self, storage: Any, entry: Entry) -> None:
         """Record the allocation of a storage."""
         key = id(storage)
         reference = weakref.ref(storage, lambda _: self._remove(key))
-        self._entries[key] = (reference, entry)
+        self._entries[key] = _Live(reference, entry)
         self._history.append((entry, True, self.phase))
-        self._live[entry.device] += entry.nbytes
+        self._live_bytes[entry.device] += entry.nbytes
 
     def _exclude_older(self, tensor: Tensor) -> None:
         """Exclude the storage of an operation's argument that no recorded operation has created."""
-        try:
-            storage = tensor_in_memory(tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return
+        storage = _storage_of(tensor)
         key = id(storage)
-        if key not in self._entries and key not in self._outside:
+        if storage is not None and key not in self._entries and key not in self._outside:
             # The id may belong to another storage later.
             self._outside[key] = weakref.ref(storage, lambda _: self._outside.pop(key, None))
 
     def _remove(self, key: int) -> None:
         """Record the release of a storage."""
-        reference_and_entry = self._entries.pop(key, None)
-        if reference_and_entry is not None:
-            _, entry = reference_and_entry
-            self._live[entry.device] -= entry.nbytes
+        live = self._entries.pop(key, None)
+        if live is not None:
+            entry = live.entry
+            self._live_bytes[entry.device] -= entry.nbytes
             self._history.append((entry, False, self.phase))
 
     def _update_peaks(self) -> None:
-        for device, nbytes in self._live.items():
+        for device, nbytes in self._live_bytes.items():
             key = (self.phase, device)
             peak = self._peaks.get(key)
             if peak is None or nbytes > peak.nbytes:
@@ -467,9 +405,9 @@ class Ledger:
         """Set the categories of the live storages at the end of a phase."""
         if self.phase == "forward":
             # The weak references may remove entries meanwhile, so the loop runs over a copy.
-            for _, entry in list(self._entries.values()):
-                if entry.phase == "forward":
-                    entry.set_default_category("activation")
+            for live in list(self._entries.values()):
+                if live.entry.phase == "forward":
+                    live.entry.set_default_category("activation")
         self._enter_module()
         self._enter_optimizers()
 
@@ -504,3 +442,11 @@ class Ledger:
         entry = self._enter(tensor, module, name)
         if entry is not None:
             entry.identify(tensor, category, module, name)
+
+
+def _storage_of(tensor: Tensor) -> Any:
+    """Return the storage of a tensor; None of one that is sparse, or of a class from another library."""
+    try:
+        return tensor_in_memory(tensor).untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

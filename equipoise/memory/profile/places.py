@@ -66,18 +66,18 @@ class DevicePlaces:
         in_helper: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_placed: Callable[[Tensor, str], None] | None = None,
     ) -> None:
-        # True if a tensor that no device computes alone lies with those that it is computed from.
-        self._follows_arguments = False
         self._names = list(names)
         self._root = root
         self._in_helper = in_helper
         self._on_placed = on_placed
+        # True if a tensor that no device computes alone lies with those that it is computed from.
+        self._follows_arguments = False
         # Devices that compute, the present one last.
         self._computing: list[int] = []
         # The parts of the forward: the numbers of their first nodes, in ascending order; for each the number after its
         # last node, and its device.
-        self._begins: list[int] = []
-        self._parts: list[tuple[int, int]] = []
+        self._first_nodes: list[int] = []
+        self._ends_and_devices: list[tuple[int, int]] = []
 
     # Announcements.
 
@@ -92,8 +92,8 @@ class DevicePlaces:
             self._computing.pop()
             end = next_node_number()
             if end > begin:
-                self._begins.append(begin)
-                self._parts.append((end, index))
+                self._first_nodes.append(begin)
+                self._ends_and_devices.append((end, index))
 
     def in_helper_thread(self) -> AbstractContextManager[None]:
         """Return the context of a thread in which a step computes; see `DeviceObserver`."""
@@ -109,8 +109,8 @@ class DevicePlaces:
     def begin_forward(self) -> None:
         """Forget the last forward. Tensors that no device computes belong to the device of the rest of the step."""
         self._follows_arguments = False
-        self._begins.clear()
-        self._parts.clear()
+        self._first_nodes.clear()
+        self._ends_and_devices.clear()
 
     def begin_backward(self) -> None:
         """Assign tensors that no device computes alone to the device of their inputs."""
@@ -124,20 +124,21 @@ class DevicePlaces:
         Args:
             source: Device of the tensors from which it is computed; None if unknown.
         """
-        index = self._root
+        # 1. A device computes its part.
         if self._computing:
-            index = self._computing[-1]
-        else:
-            node = running_node()
-            if node is not None:
-                number = number_of_node(node)
-                if number >= _NODES_OF_LEAVES and source is not None:
-                    return source
-                computing = self.computing_device(number)
-                index = self._root if computing is None else computing
-            elif self._follows_arguments and source is not None:
+            return self._names[self._computing[-1]]
+        # 2. A node of a backward computes.
+        node = running_node()
+        if node is not None:
+            number = number_of_node(node)
+            if number >= _NODES_OF_LEAVES and source is not None:
                 return source
-        return self._names[index]
+            index = self.computing_device(number)
+            return self._names[self._root if index is None else index]
+        # 3. After the backward, and at any other time.
+        if self._follows_arguments and source is not None:
+            return source
+        return self._names[self._root]
 
     def computing_device(self, number: int) -> int | None:
         """Return the device that computed the part of the forward which made a node; None if no device did alone.
@@ -145,9 +146,9 @@ class DevicePlaces:
         Args:
             number: Number of the node, as `number_of_node` returns it.
         """
-        position = bisect_right(self._begins, number) - 1
+        position = bisect_right(self._first_nodes, number) - 1
         if position >= 0:
-            end, index = self._parts[position]
+            end, index = self._ends_and_devices[position]
             if number < end:
                 return index
         return None
