@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from time import monotonic
 from typing import Any
@@ -76,17 +76,24 @@ class EvaluationPass:
     inference_mode: bool
     limit: int | None
     collect: bool
+    outputs: list[Any] = field(default_factory=list, init=False)
+    batches: int = field(default=0, init=False)
+    memory: int = field(default=0, init=False)
+    seconds: float = field(default=0.0, init=False)
 
-    def run(self, module: nn.Module, part: Any) -> None:
-        """Evaluate every batch. A batch is freed on the device before the next one is read."""
-        self.outputs: list[Any] = []
-        self.batches = 0
+    def run(self, module: nn.Module, loader: Any) -> None:
+        """Evaluate every batch, once. A batch is freed on the device before the next one is read.
+
+        Args:
+            module: The module.
+            loader: The loader of this process's batches.
+        """
         start = monotonic()
         with ExitStack() as stack:
             # 1. Measure the memory of all devices.
             meters = [stack.enter_context(PeakMeter(device)) for device in self._devices_of(module)]
             # 2. Evaluate.
-            batches = iter(part)
+            batches = iter(loader)
             for batch in islice(batches, self.limit):
                 output = self._evaluate(module, batch)
                 if self.collect:
@@ -105,6 +112,7 @@ class EvaluationPass:
         return {device for device in devices if device.type != "meta"}
 
     def _evaluate(self, module: nn.Module, batch: Any) -> Any:
+        """Return the output for a batch, with which the metrics are updated."""
         with without_graph(self.name, inference_mode=self.inference_mode):
             batch = self.host.transfer(batch)
             with self.host.forward_context():
@@ -118,22 +126,21 @@ class EvaluationPass:
         return output
 
     def _default_forward(self, module: nn.Module, batch: Any) -> Any:
+        """Return the module's output for the inputs; with metrics, a pair of it and the target."""
         is_pair = isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2
         if is_pair:
-            inputs = batch[0]
-        else:
-            inputs = batch
+            inputs, target = batch
+            return module(inputs) if self.metrics is None else (module(inputs), target)
+        # The batch may be the inputs alone.
         if self.metrics is None:
-            return module(inputs)
-        if not is_pair:
-            length = ""
-            if isinstance(batch, (Sequence, Mapping)):
-                length = f" of {len(batch)}"
-            raise StepError(
-                f"{self.name}: a batch must be (inputs, target), but it is a {type(batch).__name__}{length}."
-                " Give forward=..., a function of module and batch that returns (preds, target)."
-            )
-        return module(inputs), batch[1]
+            return module(batch)
+        length = ""
+        if isinstance(batch, (Sequence, Mapping)):
+            length = f" of {len(batch)}"
+        raise StepError(
+            f"{self.name}: a batch must be (inputs, target), but it is a {type(batch).__name__}{length}."
+            " Give forward=..., a function of module and batch that returns (preds, target)."
+        )
 
     def _update(self, metrics: Metric | MetricCollection, output: Any) -> None:
         if isinstance(output, Mapping):
@@ -157,13 +164,13 @@ class EvaluationPass:
         if self.metrics:
             metric_states = states_to_send(self.metrics)
         reports = self.host.gather((self.batches, self.memory, self.seconds, metric_states))
-        batches = sum(report[0] for report in reports)
-        if not batches:
+        batches, memory, seconds, metric_states_of_processes = zip(*reports, strict=True)
+        if not any(batches):
             raise StepError(
                 f"{self.name}: the loader gave no batch, so there is nothing to evaluate. Give one that does."
             )
         # 2. Compute the values.
-        values = self._compute([report[3] for report in reports])
+        values = self._compute(list(metric_states_of_processes))
         # 3. Exchange values, which a process without batches lacks, and outputs.
         if self.host.world_size > 1:
             values = self._exchange(values)
@@ -171,13 +178,13 @@ class EvaluationPass:
             step=step,
             epoch=epoch,
             values=values or {},
-            memory=max(report[1] for report in reports),
-            seconds=max(report[2] for report in reports),
-            batches=batches,
+            memory=max(memory),
+            seconds=max(seconds),
+            batches=sum(batches),
         )
 
     def _compute(self, states_of_processes: list[Any]) -> dict[str, Any] | None:
-        """Compute the metrics over all processes; None without metrics or batches."""
+        """Return the values of the metrics over all processes; None without metrics, or without batches here."""
         # A metric that was never updated may be unable to compute.
         if self.metrics is None or not self.batches:
             return None

@@ -1,27 +1,27 @@
 """The trainer under which an evaluation runs: ours, Lightning's, or none."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.classes import base_of, is_a, is_overridden
+from equipoise.interop.lightning.classes import is_a, is_overridden
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.dealing import deal_batches
 from equipoise.parallel.batches.sampling import UnpaddedDistributedSampler
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.communication.object_exchange import gather_objects
 
-__all__ = ["EvaluationHost", "find_loader"]
+__all__ = ["EvaluationHost"]
 
 
 def _gather(value: Any) -> list[Any]:
@@ -67,24 +67,22 @@ class EvaluationHost:
         device = strategy.root_device
         move = _transfer(module, trainer.datamodule, device)
         # Only strategies of Equipoise have this method.
-        ours = hasattr(strategy, "gather_objects")
+        is_ours = hasattr(strategy, "gather_objects")
         return cls(
             device=device,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            gather=strategy.gather_objects if ours else _gather,
+            gather=strategy.gather_objects if is_ours else _gather,
             transfer=lambda batch: move(plugin.convert_input(batch)),
             forward_context=plugin.forward_context,
-            strategy=strategy if ours else None,
+            strategy=strategy if is_ours else None,
         )
 
     @classmethod
     def _without_trainer(cls, module: nn.Module) -> "EvaluationHost":
         """Describe the module's own device and the process group, if there is one."""
-        device = torch.device("cpu")
-        for tensor in (*module.parameters(), *module.buffers()):
-            device = tensor.device
-            break
+        first = next(chain(module.parameters(), module.buffers()), None)
+        device = torch.device("cpu") if first is None else first.device
         transfer = _transfer(module, None, device)
         if not dist.is_initialized():
             return cls(device=device, transfer=transfer)
@@ -164,14 +162,14 @@ def _transfer(module: nn.Module, datamodule: Any, device: torch.device) -> Calla
     if not is_a(module, LightningModule):
         return lambda batch: move_data_to_device(batch, device)
 
-    def owner(hook: str) -> Any:
+    def owner_of(hook: str) -> Any:
         if datamodule is not None and is_overridden(hook, datamodule):
             return datamodule
         return module
 
-    before = owner("on_before_batch_transfer").on_before_batch_transfer
-    move = owner("transfer_batch_to_device").transfer_batch_to_device
-    after = owner("on_after_batch_transfer").on_after_batch_transfer
+    before = owner_of("on_before_batch_transfer").on_before_batch_transfer
+    move = owner_of("transfer_batch_to_device").transfer_batch_to_device
+    after = owner_of("on_after_batch_transfer").on_after_batch_transfer
 
     def transfer(batch: Any) -> Any:
         batch = before(batch, 0)
@@ -179,80 +177,3 @@ def _transfer(module: nn.Module, datamodule: Any, device: torch.device) -> Calla
         return after(batch, 0)
 
     return transfer
-
-
-def find_loader(source: Any, module: nn.Module, trainer: Any) -> Iterable[Any]:
-    """Return the loader that the user gave, or the result of the function or method that the user named.
-
-    Args:
-        source: The user's argument.
-        module: The module.
-        trainer: The trainer, or None.
-
-    Raises:
-        ConfigurationError: If there is no loader, or one that can be read only once.
-    """
-    if isinstance(source, str):
-        description = f"dataloader={source!r}"
-        loader = _loader_of_method(source, module, trainer)
-    elif callable(source) and not isinstance(source, DataLoader):
-        description = "The function given as dataloader"
-        loader = source()
-    else:
-        description = "dataloader"
-        loader = source
-    _check_loader(loader, description)
-    return loader  # type: ignore[no-any-return]
-
-
-def _loader_of_method(name: str, module: nn.Module, trainer: Any) -> Any:
-    """Return the loader of the data module's method of this name, else of the module's.
-
-    Raises:
-        ConfigurationError: If both lack the method, or it returns no loader.
-    """
-    datamodule = getattr(trainer, "datamodule", None)
-    owners = [owner for owner in (datamodule, module) if owner is not None]
-    for owner in owners:
-        if not _defines(owner, name):
-            continue
-        loader = getattr(owner, name)()
-        if loader is not None and loader != []:
-            return loader
-    names = " and ".join(type(owner).__name__ for owner in owners)
-    raise ConfigurationError(
-        f"dataloader={name!r} names a method that returns a loader, but {names} have none of that name, or it returns"
-        " none. Define it, or give the loader itself."
-    )
-
-
-def _defines(owner: Any, name: str) -> bool:
-    """Return True if an object has a method of this name, other than Lightning's stock method, which only raises."""
-    if not callable(getattr(owner, name, None)):
-        return False
-    if is_a(owner, LightningModule):
-        base = base_of(owner, LightningModule)
-    else:
-        base = base_of(owner, LightningDataModule)
-    return getattr(type(owner), name, None) is not getattr(base, name, None)
-
-
-def _check_loader(loader: Any, description: str) -> None:
-    is_several = isinstance(loader, dict)
-    if isinstance(loader, (list, tuple)):
-        is_several = any(isinstance(item, DataLoader) for item in loader)
-    if is_several:
-        raise ConfigurationError(
-            f"{description} must be one loader, not a {type(loader).__name__} of them. Take a NoGradEvaluation for"
-            " each, under names of their own."
-        )
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise ConfigurationError(
-            f"{description} must give a loader, that is, an iterable of batches; it is {loader!r}."
-        )
-    # Each evaluation reads the loader again.
-    if hasattr(loader, "__next__"):
-        raise ConfigurationError(
-            f"{description} is a {type(loader).__name__}, which can be read only once. Give a DataLoader, a list,"
-            " or a class with `__iter__`."
-        )

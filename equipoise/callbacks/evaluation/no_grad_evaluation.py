@@ -13,7 +13,8 @@ from torchmetrics import Metric, MetricCollection
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
 from equipoise.callbacks.evaluation.evaluation_pass import EvaluationPass, EvaluationResult
-from equipoise.callbacks.evaluation.host import EvaluationHost, find_loader
+from equipoise.callbacks.evaluation.host import EvaluationHost
+from equipoise.callbacks.evaluation.loader_argument import find_loader
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.loaders import with_own_iterator
@@ -109,7 +110,7 @@ class NoGradEvaluation(Callback):
             raise ConfigurationError(f"forward is a function of module and batch, not {forward!r}.")
         if not (callable(dataloader) or isinstance(dataloader, str)):
             # This only checks the loader.
-            find_loader(dataloader, nn.Identity(), None)
+            find_loader(dataloader, nn.Identity(), trainer=None)
         if every_n_steps is None and every_n_epochs is None and not at_end:
             every_n_epochs = 1
         self.dataloader = dataloader
@@ -133,8 +134,8 @@ class NoGradEvaluation(Callback):
         self._run_metrics: Metric | MetricCollection | None = None
         # Optimiser steps at the end of the last batch.
         self._steps = 0
-        # Optimiser steps at the last evaluation of this run.
-        self._evaluated: int | None = None
+        # Optimiser steps at the last evaluation of this run; None before the first.
+        self._evaluated_step: int | None = None
 
     # Intervals
 
@@ -167,13 +168,13 @@ class NoGradEvaluation(Callback):
         if every is None:
             return
         is_due = (trainer.current_epoch + 1) % every == 0
-        if is_due and self._evaluated != trainer.global_step:
+        if is_due and self._evaluated_step != trainer.global_step:
             result = self._evaluate(trainer, pl_module)
             self._log(trainer, pl_module, result, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Evaluate at the end of training, if `at_end` is set."""
-        if self.at_end and self._evaluated != trainer.global_step:
+        if self.at_end and self._evaluated_step != trainer.global_step:
             self._log(trainer, None, self._evaluate(trainer, pl_module))
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -212,6 +213,7 @@ class NoGradEvaluation(Callback):
         return gather(self.outputs, sizes, torch.device("cpu"))
 
     def _evaluate(self, trainer: Any, module: nn.Module) -> EvaluationResult:
+        """Evaluate the module; without a trainer, on its own device."""
         # 1. Prepare the loader, once in a run, and the metrics.
         host = EvaluationHost.of(trainer, module)
         if self._loader is None:
@@ -247,7 +249,7 @@ class NoGradEvaluation(Callback):
                 metrics.reset()
         # 4. Note the outputs and the result.
         self.outputs = evaluation.outputs
-        self._evaluated = step
+        self._evaluated_step = step
         self.results.append(result)
         return result
 
@@ -266,15 +268,16 @@ class NoGradEvaluation(Callback):
 
     def _limit(self, trainer: Any) -> int | None:
         """Return the number of batches of all processes together; None: all."""
-        limits = [self.limit_batches, int(getattr(trainer, "fast_dev_run", False))]
         # `fast_dev_run` is True for one batch, or a number of batches.
-        return min((limit for limit in limits if limit), default=None)
+        limits = (self.limit_batches, int(getattr(trainer, "fast_dev_run", False)))
+        # Neither None nor 0 is a limit.
+        return min(filter(None, limits), default=None)
 
     def _log(self, trainer: Any, module: LightningModule | None, result: EvaluationResult, **options: Any) -> None:
         """Log the numbers of a result.
 
         Args:
-            trainer: The trainer; its loggers receive the numbers.
+            trainer: The trainer, whose loggers receive the numbers.
             module: Module whose `log` receives the numbers for checkpoints and early stopping; None in hooks that may
                 not log.
             result: The result.

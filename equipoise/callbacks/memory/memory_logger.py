@@ -131,16 +131,17 @@ class MemoryLogger(Callback):
         # Number of training batches so far, and whether the present one is counted.
         self._batches = 0
         self._is_batch_counted = False
-        # Whether the phases of the present batch are read, and whether every batch is examined.
-        self._due = False
-        self._busy = True
+        # Whether the phases of the present batch are read; whether any batch may be one of a step in detail, or of the
+        # first steps, in which leaks are searched for.
+        self._reads_phases = False
+        self._examines_batches = True
         # `trainer.global_step` before the batch.
-        self._step = 0
+        self._step_before = 0
         # Largest readings of the epoch, for the main process, and the time at which the epoch has begun.
-        self._largest: ByPhase = {}
+        self._largest_of_epoch: ByPhase = {}
         self._epoch_start = 0.0
-        # Steps that are still to be examined in detail, the ledger of the one that is, and its number.
-        self._next_details: list[int] = []
+        # Steps that are still to be examined in detail, in order; the ledger of the one that is, and its number.
+        self._pending_details: list[int] = []
         self._ledger: Ledger | None = None
         self._ledger_step = 0
         # The watch of the extension that finds leaks, and the step from which it starts again.
@@ -165,11 +166,11 @@ class MemoryLogger(Callback):
         self._forget_run()
         self._readings = Readings(_devices_of(trainer.strategy))
         if self.detail == "modules":
-            self._next_details = sorted(self.detail_steps)
+            self._pending_details = sorted(self.detail_steps)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start to watch for leaks. Objects that exist now are none."""
-        self._step = trainer.global_step
+        self._step_before = trainer.global_step
         self._epoch_start = monotonic()
         if self.watch_leaks and _LEAKS in names_of_extensions(_WATCHES):
             make_watch = load_extension(_WATCHES, _LEAKS)
@@ -191,28 +192,28 @@ class MemoryLogger(Callback):
 
     def on_before_batch_to_device(self, trainer: Any, pl_module: LightningModule, batch_idx: int) -> None:
         """Begin a batch that was read from the loader."""
-        self._begin(trainer)
+        self._begin_batch(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the memory after the transfer of a batch."""
         # Lightning's Trainer does not call `on_before_batch_to_device`.
         if not self._is_batch_counted:
-            self._begin(trainer)
-        elif self._due:
+            self._begin_batch(trainer)
+        elif self._reads_phases:
             self._readings.read("batch to device")
-        if self._next_details or self._ledger is not None:
-            self._detail(trainer, pl_module, batch)
+        if self._pending_details or self._ledger is not None:
+            self._continue_detail(trainer, pl_module, batch)
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Any) -> None:
         """Read the memory after a forward."""
-        if self._due:
+        if self._reads_phases:
             self._readings.read("forward")
         if self._ledger is not None:
             self._ledger.begin("backward")
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Read the memory after a backward."""
-        if self._due:
+        if self._reads_phases:
             self._readings.read("backward")
         if self._ledger is not None:
             self._ledger.begin("optimizer step")
@@ -222,24 +223,24 @@ class MemoryLogger(Callback):
     ) -> None:
         """Record the readings of the batch, and check for leaks after a step of the optimiser."""
         self._is_batch_counted = False
-        if not self._busy and not self._due:
+        if not self._examines_batches and not self._reads_phases:
             return
         step = trainer.global_step
-        has_stepped = step != self._step
-        self._step = step
+        has_stepped = step != self._step_before
+        self._step_before = step
         # 1. Record the readings.
-        if self._due:
+        if self._reads_phases:
             if has_stepped:
                 self._readings.read("optimizer step")
             self._record(trainer, pl_module)
-            self._due = False
+            self._reads_phases = False
         # 2. End a step in detail. With gradient accumulation it lasts several batches.
         if has_stepped:
             self._end_detail(trainer)
             self._check_leaks_after_step(step)
         # 3. The leak watch examines the first steps only.
         watches_steps = self._leak_watch is not None and self._leak_watch.watches_steps
-        self._busy = bool(self._next_details) or self._ledger is not None or watches_steps
+        self._examines_batches = bool(self._pending_details) or self._ledger is not None or watches_steps
 
     def _check_leaks_after_step(self, step: int) -> None:
         watch = self._leak_watch
@@ -261,7 +262,7 @@ class MemoryLogger(Callback):
         """Gather the readings of all processes, and search all tensors for leaks."""
         self._end_detail(trainer)
         if trainer.world_size > 1:
-            self._gather(trainer)
+            self._log_largest_of_all(trainer)
         if self._leak_watch is not None:
             seconds = monotonic() - self._epoch_start
             self._check_leaks(partial(self._leak_watch.after_epoch, trainer.global_step, seconds))
@@ -283,12 +284,12 @@ class MemoryLogger(Callback):
 
     # Readings
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin_batch(self, trainer: Any) -> None:
         """Begin a batch, and decide whether its phases are read."""
         # After a batch that failed, the reading is still due.
-        if self._due or self._batches % self.every_n_steps == 0:
-            self._due = True
-            self._step = trainer.global_step
+        if self._reads_phases or self._batches % self.every_n_steps == 0:
+            self._reads_phases = True
+            self._step_before = trainer.global_step
             self._readings.reset()
         self._is_batch_counted = True
         self._batches += 1
@@ -298,7 +299,7 @@ class MemoryLogger(Callback):
         readings = self._readings.take()
         self._store(readings, trainer.global_step)
         for key, reading in readings.items():
-            self._largest[key] = larger(self._largest.get(key), reading)
+            self._largest_of_epoch[key] = larger(self._largest_of_epoch.get(key), reading)
         fullest = by_device(readings)
         self._log(trainer, metrics_of(readings), fullest)
         # The module may log in hooks of training only.
@@ -310,12 +311,12 @@ class MemoryLogger(Callback):
         self.timeline += points_of(readings, step, monotonic() - self.started)
         thin_out(self.timeline)
 
-    def _gather(self, trainer: Any) -> None:
+    def _log_largest_of_all(self, trainer: Any) -> None:
         """Log in the main process the largest readings of the epoch of all processes."""
         # Lightning's strategies have no such method.
         gather = getattr(trainer.strategy, "gather_objects", gather_objects)
-        gathered = gather(self._largest)
-        self._largest = {}
+        gathered = gather(self._largest_of_epoch)
+        self._largest_of_epoch = {}
         if trainer.global_rank != 0:
             return
         readings: ByPhase = {}
@@ -340,21 +341,21 @@ class MemoryLogger(Callback):
 
     # Steps in detail
 
-    def _detail(self, trainer: Any, pl_module: LightningModule, batch: Any) -> None:
+    def _continue_detail(self, trainer: Any, pl_module: LightningModule, batch: Any) -> None:
         """Begin a step in detail if it is due; add the batch to the ledger."""
         if self._ledger is not None:
             self._ledger.begin("forward")
-        elif trainer.global_step < self._next_details[0]:
+        elif trainer.global_step < self._pending_details[0]:
             return
         else:
-            self._ledger = self._started_ledger(trainer, pl_module)
+            self._ledger = self._start_ledger(trainer, pl_module)
         self._ledger.add_batch(batch)
 
-    def _started_ledger(self, trainer: Any, module: LightningModule) -> Ledger:
+    def _start_ledger(self, trainer: Any, module: LightningModule) -> Ledger:
         step = trainer.global_step
         self._ledger_step = step
         # With several optimisers, the step may already be beyond the chosen one.
-        self._next_details = [later for later in self._next_details if later > step]
+        self._pending_details = [later for later in self._pending_details if later > step]
         weights = whole_weights(module)
         ledger = Ledger(module, trainer.optimizers, watches_sizes=weights is not None)
         ledger.start()

@@ -167,7 +167,7 @@ def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MemoryLogger(every_n_steps=10)
     seen: list[Any] = []
     memory.setup(strategy_with(["cuda:0", "cuda:0", "cuda:1"]), Model(), "fit")
-    memory._begin(strategy_with([]))
+    memory._begin_batch(strategy_with([]))
     for phase in ("forward", "backward"):
         memory._readings.read(phase)
     monkeypatch.setattr(memory, "_log", lambda trainer, metrics, fullest: seen.append((metrics, fullest)))
