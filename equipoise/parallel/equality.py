@@ -29,7 +29,7 @@ COMPARED = (Tensor, int, float, str, type(None))
 
 
 class Tolerance(NamedTuple):
-    """Largest difference of two tensors.
+    """Largest difference of two tensors that is allowed: the sum of two parts.
 
     Attributes:
         relative: As a share of the largest element of the tensor.
@@ -62,7 +62,7 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
 
 
 class Gap(NamedTuple):
-    """A difference of two values.
+    """A difference of two values, which is true if it is larger than allowed.
 
     Attributes:
         excess: The difference in parts of the largest one that is allowed; infinite for values of other shapes.
@@ -85,8 +85,9 @@ class Gap(NamedTuple):
         return f" by {self.share:.1e} of the largest element"
 
 
-_OTHER = Gap(float("inf"), float("inf"))
-_SAME = Gap(0.0, 0.0)
+# That of values of other kinds, shapes or contents that have no distance, and that of equal ones.
+_INCOMPARABLE = Gap(float("inf"), float("inf"))
+_NONE = Gap(0.0, 0.0)
 
 
 def gap_of(expected: Any, computed: Any, tolerance: Tolerance = EXACT) -> Gap:
@@ -104,35 +105,42 @@ def gap_of(expected: Any, computed: Any, tolerance: Tolerance = EXACT) -> Gap:
         >>> bool(gap), gap.share, gap.place
         (True, 0.25, (1,))
     """
-    # 1. Numbers and texts, or tensors of different shapes.
     if not isinstance(expected, COMPARED) or not isinstance(computed, COMPARED):
-        return _SAME
-    like = expected if isinstance(expected, Tensor) else computed
-    if not isinstance(like, Tensor):
-        return _SAME if type(expected) is type(computed) and expected == computed else _OTHER
-    left = _like(expected, like)
-    right = _like(computed, like)
+        return _NONE
+    # 1. Numbers and texts.
+    tensor = expected if isinstance(expected, Tensor) else computed
+    if not isinstance(tensor, Tensor):
+        are_equal = type(expected) is type(computed) and expected == computed
+        return _NONE if are_equal else _INCOMPARABLE
+    # 2. Tensors, or a tensor and a number.
+    left = _like(expected, tensor)
+    right = _like(computed, tensor)
     if left is None or right is None or left.shape != right.shape:
-        return _OTHER
+        return _INCOMPARABLE
     if not left.numel():
-        return _SAME
+        return _NONE
+    return _gap_of_tensors(left.to_dense(), right.to_dense(), tolerance)
 
-    # 2. Tensors. Differences of short types would be rounded themselves.
-    left = left.to_dense()
-    right = right.to_dense()
+
+def _gap_of_tensors(left: Tensor, right: Tensor, tolerance: Tolerance) -> Gap:
+    """Return how far two dense tensors of one shape are apart."""
     if not left.is_floating_point() and not left.is_complex():
-        return _SAME if torch.equal(left, right) else _OTHER
+        return _NONE if torch.equal(left, right) else _INCOMPARABLE
+    # Differences of short types would be rounded themselves.
     wide = torch.promote_types(left.dtype, torch.float32)
     left = left.to(wide)
     right = right.to(wide)
-    distance, position = farthest(left, right, (left == right) | (left.isnan() & right.isnan()))
+    is_same = (left == right) | (left.isnan() & right.isnan())
+    distance, position = farthest(left, right, is_same)
     if distance < 0:
-        return _SAME
+        return _NONE
     size = largest([left])
     allowed = tolerance.relative * size + tolerance.floor
-    place = tuple(int(part) for part in torch.unravel_index(torch.tensor(position), left.shape))
+    excess = distance / allowed if allowed else float("inf")
     # Among zeros, the difference itself counts.
-    return Gap(distance / allowed if allowed else float("inf"), distance / (size or 1.0), place)
+    share = distance / (size or 1.0)
+    place = tuple(int(index) for index in torch.unravel_index(torch.tensor(position), left.shape))
+    return Gap(excess, share, place)
 
 
 def farthest(left: Tensor, right: Tensor, is_same: Tensor) -> tuple[float, int]:

@@ -16,23 +16,21 @@ _HOOKS = ("training_step", "on_before_backward")
 
 
 def refuse_partial_gradients(module: nn.Module, strategy: str) -> Callable[[], None]:
-    """Refuse a backward that names parameters in `training_step`, where a step is computed in parts.
+    """Refuse `torch.autograd.grad`, and `backward(inputs=...)`, for parameters in a step that is computed in parts.
 
-    These are `torch.autograd.grad` and `backward(inputs=...)`.
-
-    What a loss is computed from them, such as the weights of several tasks, would not be that of the whole batch.
+    What the step computes from such gradients, as weights of several tasks, would be that of a part of the batch.
 
     Args:
         module: The module, which computes a part or more of each batch.
         strategy: The name of the strategy.
 
     Returns:
-        Function that ends this.
+        A function that allows them again.
     """
     attributes = vars(module)
 
     def run(call: BackwardCall) -> Any:
-        # A backward that names parameters is asked for their gradients as well.
+        # A plain `backward` names no inputs: it is for all leaves.
         if call.inputs and attributes.get(CURRENT_HOOK) in _HOOKS:
             parameters = set(map(id, module.parameters()))
             if not parameters.isdisjoint(map(id, call.leaves())):

@@ -94,10 +94,8 @@ class _Gatherer:
     def _tensors(self, outputs: Sequence[Any], path: str) -> Tensor:
         first = outputs[0]
         for output in outputs:
-            if not isinstance(output, Tensor):
-                raise _different(outputs, path)
             # Tensors of other shapes cannot be put together.
-            if not self._fits(output, first):
+            if not isinstance(output, Tensor) or not self._fits(output, first):
                 raise _different(outputs, path)
         return self._join([to_device(output, self.device) for output in outputs])
 
@@ -143,9 +141,7 @@ class _Gatherer:
     def _mappings(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
         for output in outputs:
-            if not isinstance(output, Mapping):
-                raise _different(outputs, path)
-            if output.keys() != first.keys():
+            if not isinstance(output, Mapping) or output.keys() != first.keys():
                 raise _different(outputs, path)
         results = [self.gather([output[key] for output in outputs], f"{path}[{key!r}]") for key in first]
         return rebuild(first, results)
@@ -153,9 +149,7 @@ class _Gatherer:
     def _sequences(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
         for output in outputs:
-            if type(output) is not type(first):
-                raise _different(outputs, path)
-            if len(output) != len(first):
+            if type(output) is not type(first) or len(output) != len(first):
                 raise _different(outputs, path)
         columns = zip(*outputs, strict=True)
         return rebuild(first, [self.gather(values, f"{path}[{index}]") for index, values in enumerate(columns)])
@@ -174,9 +168,7 @@ class _Gatherer:
     def _arrays(self, outputs: Sequence[Any], path: str) -> Any:
         first = outputs[0]
         for output in outputs:
-            if not _is_array(output):
-                raise _different(outputs, path)
-            if output.ndim != first.ndim:
+            if not _is_array(output) or output.ndim != first.ndim:
                 raise _different(outputs, path)
         if len(outputs) == 1:
             return first
@@ -207,9 +199,7 @@ class _Gatherer:
         # 1. There are as many items as samples.
         tensors = []
         for output, size in zip(outputs, self.sizes, strict=True):
-            if not isinstance(output, list):
-                return False
-            if len(output) != size:
+            if not isinstance(output, list) or len(output) != size:
                 return False
             for _, tensor in entries_of(output):
                 tensors.append((tensor, size))
@@ -268,12 +258,7 @@ def _kind(value: Any) -> Any:
 
 def _is_row(items: list[Any], size: int) -> bool:
     """Return whether all items are vectors whose length is the number of samples."""
-    for item in items:
-        if not isinstance(item, Tensor):
-            return False
-        if item.shape != (size,):
-            return False
-    return True
+    return all(isinstance(item, Tensor) and item.shape == (size,) for item in items)
 
 
 def _is_array(value: Any) -> bool:

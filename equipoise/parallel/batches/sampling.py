@@ -115,7 +115,7 @@ class DrawnAlike(Sampler[Any]):
 
 
 class SameOrder(DrawnAlike):
-    """The same, whose order is drawn completely when an epoch begins.
+    """A sampler that is drawn with the same random numbers in every process, completely when an epoch begins.
 
     Args:
         sampler: The sampler.

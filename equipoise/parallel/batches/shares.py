@@ -38,16 +38,9 @@ def are_shares(shares: Any) -> bool:
         (True, False, False)
     """
     # A string is a sequence, too.
-    if isinstance(shares, str):
+    if isinstance(shares, str) or not isinstance(shares, Sequence):
         return False
-    if not isinstance(shares, Sequence):
-        return False
-    for share in shares:
-        if not is_number(share):
-            return False
-        if not 0 <= share < math.inf:
-            return False
-    return any(shares)
+    return all(is_number(share) and 0 <= share < math.inf for share in shares) and any(shares)
 
 
 def even_sizes(batch_size: int, devices: int) -> list[int]:

@@ -21,6 +21,14 @@ from equipoise.validation import is_whole
 
 __all__ = ["Splitter", "holds_samples", "infer_batch_size", "split", "why_not"]
 
+_WAY_OUT = (
+    " Define `batch_size(self, batch)`, which returns the number of samples, and `split_batch(self, batch, sizes)`,"
+    " which returns the parts, in your module."
+)
+_ANOTHER_WAY_OUT = _WAY_OUT.replace(" Define", " Or define", 1)
+# Number of tensors that a message describes.
+_MOST_DESCRIBED = 6
+
 
 def infer_batch_size(batch: Any, dim: int = 0) -> int | None:
     """Return the size that all tensors of a batch share; None if their sizes differ, or if there are no tensors.
@@ -124,7 +132,8 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     if isinstance(batch, PackedSequence):
         raise StepError(
             "A batch must be cut into parts, but it holds a PackedSequence, which is ordered by step and not by sample."
-            " Let the loader return the padded sequences and their lengths, and pack them within the module." + _OR
+            " Let the loader return the padded sequences and their lengths, and pack them within the module."
+            + _ANOTHER_WAY_OUT
         )
 
     items = items_of(batch)
@@ -135,14 +144,6 @@ def split(batch: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     # Each item in parts, and a container like the batch for each part.
     items_in_parts = [split(item, sizes, dim) for item in items]
     return [rebuild(batch, [item_parts[index] for item_parts in items_in_parts]) for index in range(len(sizes))]
-
-
-_WAY_OUT = (
-    " Define `batch_size(self, batch)`, which returns the number of samples, and `split_batch(self, batch, sizes)`,"
-    " which returns the parts, in your module."
-)
-
-_OR = _WAY_OUT.replace(" Define", " Or define", 1)
 
 
 class Splitter:
@@ -156,15 +157,15 @@ class Splitter:
     def __init__(self, module: Any, dim: int = 0) -> None:
         self.dim = dim
         # The methods of the module; None if it does not define them.
-        self._size = _method(module, "batch_size", 1)
-        self._split = _method(module, "split_batch", 2)
+        self._batch_size = _method(module, "batch_size", 1)
+        self._split_batch = _method(module, "split_batch", 2)
         # True once a batch of this kind was cut.
-        self._cut_before = False
+        self._has_cut = False
 
     @property
     def asks_module(self) -> bool:
         """True if the module defines `batch_size(batch)`."""
-        return self._size is not None
+        return self._batch_size is not None
 
     def size(self, batch: Any) -> int | None:
         """Return the number of samples; None if neither the module nor the tensors show it.
@@ -172,9 +173,9 @@ class Splitter:
         Raises:
             StepError: If the module's method returns something else.
         """
-        if self._size is None:
+        if self._batch_size is None:
             return infer_batch_size(batch, self.dim)
-        size = self._size(batch)
+        size = self._batch_size(batch)
         if is_whole(size, least=0):
             return size
         raise StepError(f"`batch_size(batch)` of the module must return the number of samples, not {size!r}.")
@@ -189,7 +190,10 @@ class Splitter:
         size = self.size(batch)
         if drawn is None or self.asks_module:
             return size
-        return drawn if size is None or holds_samples(batch) else size
+        # The first dimensions of whole samples may be equal by chance.
+        if size is None or holds_samples(batch):
+            return drawn
+        return size
 
     def size_to_cut(self, batch: Any) -> int:
         """Return the number of samples of a batch that must be cut.
@@ -201,12 +205,12 @@ class Splitter:
         if size is None:
             raise self._unknown_size(batch)
         # The module cuts by itself, so the tensors may have any size.
-        if self._split is not None:
-            self._cut_before = True
+        if self._split_batch is not None:
+            self._has_cut = True
             return size
-        if holds_samples(batch, self._cut_before):
+        if holds_samples(batch, self._has_cut):
             raise self._unknown_size(batch)
-        if self._size is not None:
+        if self._batch_size is not None:
             length = infer_batch_size(batch, self.dim)
             if length != size:
                 raise StepError(
@@ -214,7 +218,7 @@ class Splitter:
                     f" dimension {self.dim}. Define `split_batch(self, batch, sizes)` in your module, which returns the"
                     " parts."
                 )
-        self._cut_before = True
+        self._has_cut = True
         return size
 
     def _unknown_size(self, batch: Any) -> StepError:
@@ -230,11 +234,11 @@ class Splitter:
         Raises:
             StepError: If the module's method returns another number of parts.
         """
-        if self._split is None:
+        if self._split_batch is None:
             return split(batch, sizes, self.dim)
         sizes = list(sizes)
         # A copy, which the method may change.
-        parts = list(self._split(batch, sizes.copy()))
+        parts = list(self._split_batch(batch, sizes.copy()))
         if len(parts) != len(sizes):
             raise StepError(
                 f"`split_batch(batch, sizes={sizes})` of the module must return {len(sizes)} parts, but returned"
@@ -288,9 +292,9 @@ def why_not(
 
 
 def _listed(lengths: list[str]) -> str:
-    """Join the first six descriptions, and count the rest."""
-    text = ", ".join(lengths[:6])
-    rest = len(lengths) - 6
+    """Join the first descriptions, and count the rest."""
+    text = ", ".join(lengths[:_MOST_DESCRIBED])
+    rest = len(lengths) - _MOST_DESCRIBED
     if rest > 0:
         text += f", and {rest} more"
     return text

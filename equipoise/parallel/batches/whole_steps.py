@@ -33,7 +33,8 @@ class WholeSteps(Sampler[list[Any]]):
         batches: A batch sampler that yields the same batches in all processes.
         joined: Number of its batches that make one step. Default: 1.
         size: Number of samples of a full step; None if batches differ. Default: None.
-        deal: The method by which the user's batch sampler divides steps itself. Default: None, it has none.
+        deal: The method by which the user's batch sampler divides steps itself, for whoever divides these. Default:
+            None, it has none.
 
     Example:
         >>> list(WholeSteps([[0, 1], [2], [3, 4]], joined=2))

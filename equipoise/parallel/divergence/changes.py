@@ -19,17 +19,15 @@ def marks_of(tensors: Mapping[str, Tensor], *, contents: bool = False) -> dict[s
         tensors: The tensors.
         contents: Whether changes by `data` are seen as well, which torch does not count. All values are read for this.
     """
+    # Tensors of inference mode have no count of their writes.
     counts = versions(tensors.values()) or [0] * len(tensors)
-    marks: dict[str, Any] = {}
-    if not contents:
-        for (name, tensor), count in zip(tensors.items(), counts, strict=True):
-            marks[name] = (count, _memory(tensor))
-        return marks
-    marks.update(zip(tensors, counts, strict=True))
-    sums = {name: _sum_of_bits(tensor) for name, tensor in tensors.items() if has_digest(tensor)}
-    for name, bits in sums.items():
-        marks[name] = (marks[name], bits.item())
-    return marks
+    if contents:
+        # All sums are begun before one is read, which waits for the device.
+        sums = [_sum_of_bits(tensor) if has_digest(tensor) else None for tensor in tensors.values()]
+        others: list[int | None] = [None if bits is None else int(bits) for bits in sums]
+    else:
+        others = list(map(_memory, tensors.values()))
+    return dict(zip(tensors, zip(counts, others, strict=True), strict=True))
 
 
 # What the bits of an element are read as, by its size in bytes.
@@ -45,12 +43,13 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the name of a tensor whose marks differ; None if there is none."""
+    """Return the name of a tensor whose marks differ, or which one of them lacks; None if there is none."""
     names = sorted({*before, *now})
     return next((name for name in names if before.get(name) != now.get(name)), None)
 
 
 def _memory(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, or else its identity."""
     # Sparse tensors have none of their own, and of subclasses, such as lazy or quantised ones, not all have it.
     if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
         return tensor.data_ptr()

@@ -19,7 +19,7 @@ __all__ = ["RemoteFolder", "UnfinishedFolder", "check_replaceable", "put_aside",
 # The end of the name of an earlier checkpoint, while another one takes its place in two steps.
 _REPLACED = ".replaced"
 
-# Arguments of the system call `renameat2`, which exchanges two names atomically.
+# Arguments of the system call `renameat2`, which exchanges two names atomically: AT_FDCWD and RENAME_EXCHANGE.
 _PRESENT_FOLDER = -100
 _EXCHANGE = 2
 
@@ -80,10 +80,10 @@ class RemoteFolder:
     def __init__(self, path: RemotePath) -> None:
         check_replaceable(path)
         self._path = path
-        # A whole checkpoint of that name.
-        self._aside = None
+        # The path of an earlier checkpoint of that name that is a file, until the index is there.
+        self._earlier_file: RemotePath | None = None
         if path.is_file():
-            self._aside = put_aside(path)
+            self._earlier_file = put_aside(path)
         path.mkdir()
 
     def check(self, index: Index) -> None:
@@ -104,25 +104,32 @@ class RemoteFolder:
 
     def publish(self) -> None:
         """Remove the files of earlier saves: the index names the present ones."""
-        self.discard()
+        self._remove_what_no_index_names()
 
     def discard(self) -> None:
-        """Remove what no index names: the files of earlier saves, or those of a save that has failed."""
+        """Remove the files of a save that has failed: the index, if there is one, names those of an earlier save."""
+        self._remove_what_no_index_names()
+
+    def _remove_what_no_index_names(self) -> None:
         # The checkpoint is there, or the first error is the one to be seen. What is left is removed by the next save.
         with suppress(Exception):
-            named = self._named()
+            named = self._names_in_index()
             for file in self._path.glob("*"):
                 if is_our_name(file.name) and file.name not in named:
                     file.unlink()
-            if self._aside is not None and named:
-                self._aside.unlink()
-            elif self._aside is not None:
+            if self._earlier_file is not None and named:
+                self._earlier_file.unlink()
+            elif self._earlier_file is not None:
                 # Into a folder that is still there, it would be moved.
                 self._path.rmdir()
-                self._aside.rename(self._path)
+                self._earlier_file.rename(self._path)
 
-    def _named(self) -> set[str]:
-        """Return the names of the files of a complete checkpoint; empty without an index, an error if none can tell."""
+    def _names_in_index(self) -> set[str]:
+        """Return the names of the files of a complete checkpoint; empty if there is no index.
+
+        Raises:
+            CheckpointError: If the index cannot be read, so that nothing is known of the files.
+        """
         try:
             index = read_index((self._path / INDEX).read_bytes())
         except FileNotFoundError:
@@ -149,8 +156,9 @@ def put_in_place(path: Path, target: Path) -> None:
         path: Its path before, in the folder of the target.
         target: Its path from now on.
     """
-    are_folders = path.is_dir() or (target.is_dir() and not target.is_symlink())
-    if not are_folders or not os.path.lexists(target):
+    # The system lets a file take the name of another file, but no folder that of what is there.
+    has_folder = path.is_dir() or (target.is_dir() and not target.is_symlink())
+    if not has_folder or not os.path.lexists(target):
         path.replace(target)
     elif _exchange(path, target):
         _remove(path)
@@ -159,7 +167,7 @@ def put_in_place(path: Path, target: Path) -> None:
 
 
 def _put_in_place_in_two_steps(path: Path, target: Path) -> None:
-    """Do the same where the file system, such as NFS, cannot exchange two names.
+    """Give a folder its name where the file system, such as NFS, cannot exchange two names; see `put_in_place`.
 
     For a moment nothing has the name. If the process is killed then, the earlier checkpoint keeps a name from which
     nothing but a later one removes it.
@@ -228,6 +236,5 @@ def _exchange(first: Path, second: Path) -> bool:
     call = getattr(ctypes.pythonapi, "renameat2", None)
     if call is None:
         return False
-    names = (os.fsencode(first), os.fsencode(second))
-    status: int = call(_PRESENT_FOLDER, names[0], _PRESENT_FOLDER, names[1], _EXCHANGE)
+    status: int = call(_PRESENT_FOLDER, os.fsencode(first), _PRESENT_FOLDER, os.fsencode(second), _EXCHANGE)
     return status == 0

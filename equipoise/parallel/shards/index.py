@@ -241,7 +241,7 @@ def read_index(data: bytes) -> Index:
         files[name] = SavedFile(_count(entry, "size"), _count(entry, "crc32"))
     if sum(map(is_rest, files)) != 1:
         raise CheckpointError(f"its index lacks {REST!r}, or has several")
-    tensors = {name: _tensor(entry, name) for name, entry in _entry(content, "tensors", dict).items()}
+    tensors = {name: _read_tensor(entry, name) for name, entry in _entry(content, "tensors", dict).items()}
     index = Index(files, tensors)
 
     # 3. All together.
@@ -249,8 +249,8 @@ def read_index(data: bytes) -> Index:
     return index
 
 
-def _tensor(entry: Any, name: str) -> SavedTensor:
-    """Return a tensor of the index, whose shards are of its number of elements together."""
+def _read_tensor(entry: Any, name: str) -> SavedTensor:
+    """Return a tensor of the index, whose shards together have as many elements as it has."""
     dtype = _DTYPES.get(_entry(entry, "dtype", str))
     if dtype is None:
         raise CheckpointError(f"its index names a dtype {entry['dtype']!r:.60}")
@@ -260,7 +260,7 @@ def _tensor(entry: Any, name: str) -> SavedTensor:
     if elements * dtype.itemsize >= _LARGEST or len(tensor.shape) > _MOST_DIMENSIONS:
         raise CheckpointError(f"its index has a shape of {name!r:.60} that no tensor has")
     for chunk_entry in _entry(entry, "chunks", list):
-        chunk = _chunk(chunk_entry)
+        chunk = _read_chunk(chunk_entry)
         tensor.chunks.append(chunk)
         if not _lies_within(chunk, tensor.shape):
             raise CheckpointError(f"its index has a shard of {name!r:.60} that lies outside of the tensor")
@@ -271,7 +271,7 @@ def _tensor(entry: Any, name: str) -> SavedTensor:
     return tensor
 
 
-def _chunk(entry: Any) -> Chunk:
+def _read_chunk(entry: Any) -> Chunk:
     return Chunk(
         file=_entry(entry, "file", str),
         begin=_count(entry, "begin"),
@@ -314,6 +314,7 @@ def _entry(value: Any, name: str, kind: type[Any]) -> Any:
 
 
 def _count(value: Any, name: str) -> int:
+    """Return a whole number from 0 that is an entry of a dictionary."""
     number: int = _entry(value, name, int)
     if not 0 <= number < _LARGEST:
         raise CheckpointError(f"its index is damaged: {name!r} is {number}")
@@ -321,6 +322,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _counts(value: Any, name: str) -> tuple[int, ...]:
+    """Return a list of such numbers that is an entry of a dictionary."""
     numbers = _entry(value, name, list)
     for number in numbers:
         if not is_whole(number, least=0) or number >= _LARGEST:
