@@ -102,17 +102,21 @@ class ProcessShares:
         # One calibration plans the sizes of all processes, the other holds the measurements of this one. A process that
         # exceeds its memory must not change a plan that the others do not see change.
         devices = [device] * processes
-        self._plan = Calibration(devices, simulated)
+        self._plan_of_all = Calibration(devices, simulated)
         self._measurements = Calibration(devices, simulated)
+        # Numbers of measured steps, until now and until the epoch began.
         self._measured_steps = 0
         self._measured_before_epoch = 0
 
         # The samples of this process in steps to come, by number of the step. They are noted while steps are measured.
-        self._planned: dict[int, int] = {}
+        self._own_sizes: dict[int, int] = {}
+        # Samples of the largest step, the number of steps that are divided already, and that of the first step in the
+        # epoch to which measured shares apply.
         self._largest_step = 0
         self._divided_steps = 0
         self._first_step_with_shares = 0
 
+        # The number of the present batch.
         self._batch_idx: int | None = None
         # The step up to which a window is computed again.
         self._repeats_until: int | None = None
@@ -151,12 +155,12 @@ class ProcessShares:
         if step == 0:
             self._measured_before_epoch = self._measured_steps
             self._first_step_with_shares = 0
-            self._planned.clear()
+            self._own_sizes.clear()
         self._divided_steps = step + 1
         self._largest_step = max(self._largest_step, size)
         sizes = self._divide(size, step)
         if self.is_measuring or self._simulated is not None:
-            self._planned[step] = sizes[self._rank]
+            self._own_sizes[step] = sizes[self._rank]
         return sizes
 
     def _divide(self, size: int, step: int) -> list[int]:
@@ -172,7 +176,7 @@ class ProcessShares:
 
         # 3. As planned.
         step_of_measurement = self._measured_before_epoch + step
-        return self._plan.sizes(size, step_of_measurement)
+        return self._plan_of_all.sizes(size, step_of_measurement)
 
     @property
     def is_measuring(self) -> bool:
@@ -188,20 +192,20 @@ class ProcessShares:
         if not self.is_measuring and self._simulated is None:
             return function()
         # 1. Find the size of the part. One that cannot be found is not measured.
-        planned = self._planned.pop(batch_idx, None)
+        own_size = self._own_sizes.pop(batch_idx, None)
         size = infer_batch_size(part)
         if size is None:
-            size = planned
+            size = own_size
         if size is None:
             return function()
 
-        # 2. Run the forward.
-        run = function
+        # 2. Run the forward, slowed down and measured.
+        compute = function
         if self._simulated is not None:
-            run = partial(self._simulated.compute, function, size)
+            compute = partial(self._simulated.compute, function, size)
         if self.is_measuring:
-            run = self._measurements.measured(self._rank, run, size)
-        return run()
+            compute = self._measurements.measured(self._rank, compute, size)
+        return compute()
 
     def begin_step(self, batch_idx: int, gather: Gather) -> None:
         """Begin a step or another micro-batch of it; after the last measured step, agree on shares.

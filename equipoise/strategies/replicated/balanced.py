@@ -25,9 +25,11 @@ from equipoise.validation import is_whole
 __all__ = ["BalancedDataParallelStrategy"]
 
 # The part of its samples that a device keeps when its memory has run out.
-_LESS = 0.75
+_KEPT_PART = 0.75
 # The smallest share after a reduction, relative to the largest one. A smaller one would save no more memory.
-_LEAST = 0.01
+_SMALLEST_SHARE = 0.01
+# A batch with fewer samples for each device is not measured.
+_FEWEST_OF_DEVICE = 4
 
 
 class BalancedDataParallelStrategy(ReplicatedStrategy):
@@ -87,10 +89,10 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         self.measures = first_device_batch_size is None and shares in (None, "auto")
         self.simulated = dict(simulated or {})
         self._shares: list[float] | None = None
-        # The user's setting, which stays when shares are measured or reduced.
+        # The user's setting, which stays when shares are measured or reduced: shares, or samples of the first device.
         self._user_setting: list[float] | int | None = first_device_batch_size
         self._calibration: Calibration | None = None
-        self._warned = False
+        self._has_warned = False
         if not self.measures and shares is not None:
             self.shares = shares
 
@@ -104,11 +106,11 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     @shares.setter
     def shares(self, shares: Any) -> None:
-        self._use(shares)
+        self._apply_shares(shares)
         if not self.measures:
             self._user_setting = self._shares
 
-    def _use(self, shares: Any) -> None:
+    def _apply_shares(self, shares: Any) -> None:
         """Check shares and use them from the next batch on, which ends a measurement."""
         if not are_shares(shares):
             raise ConfigurationError(
@@ -156,14 +158,12 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
                 raise ConfigurationError(f"simulated names the device {index}, but there are {num_devices} devices.")
         self._drop_shares_of_other_devices()
         if self._shares is not None:
-            # `_use` checks that there is a number for each device.
-            self._use(self._shares)
+            # `_apply_shares` checks that there is a number for each device.
+            self._apply_shares(self._shares)
 
     def _drop_shares_of_other_devices(self) -> None:
         """Return to the user's shares if measured or reduced ones are for another number of devices."""
-        if self._shares is None:
-            return
-        if self._shares is self._user_setting:
+        if self._shares is None or self._shares is self._user_setting:
             return
         if len(self._shares) == len(self.devices):
             return
@@ -202,8 +202,8 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
     def _sizes_by_first(self, batch_size: int, first: int) -> list[int]:
         """Return the sizes with `first` samples for the first device; warn once where they do not fit."""
         sizes, fits = first_device_sizes(batch_size, len(self.devices), first)
-        if not fits and not self._warned:
-            self._warned = True
+        if not fits and not self._has_warned:
+            self._has_warned = True
             rank_zero_warn(
                 f"first_device_batch_size={first} is too much for a batch of {batch_size}:"
                 f" the others would get no more than the first. It is cut evenly, into {sizes}."
@@ -220,19 +220,19 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         # 2. The part of each device, as it is simulated and measured.
         work = []
         for (index, function), size in zip(functions, sizes, strict=True):
-            run = function
+            compute = function
             if index in self.simulated:
-                run = partial(self.simulated[index].compute, function, size)
+                compute = partial(self.simulated[index].compute, function, size)
             if calibration is not None:
-                run = calibration.measured(index, run, size)
-            work.append((index, run))
+                compute = calibration.measured(index, compute, size)
+            work.append((index, compute))
         results = super()._compute(work, sizes)
 
         # 3. After enough steps the shares follow from the measurements.
         if calibration is not None:
             calibration.end_step(batch_size)
             if calibration.is_done:
-                self._use(calibration.result())
+                self._apply_shares(calibration.result())
                 devices = self._names_of_devices()
                 rank_zero_info(f"Measured shares of {devices}: shares={self._shares} pins them.")
         return results
@@ -244,24 +244,25 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         calibration = self._calibration
         batch_size = sum(computed.values())
         if calibration is not None and self._is_measurable(batch_size):
-            most = max(1, int(_LESS * computed[index]))
+            most = max(1, int(_KEPT_PART * computed[index]))
             calibration.limit(index, most)
             rank_zero_warn(f"Measuring continues with at most {most} samples for {name}, which ran out of memory.")
             return
 
         # 2. The present shares. Without any, the sizes of the batch that failed stand for them.
         num_devices = len(self.devices)
-        shares = [float(computed.get(device, 0)) for device in range(num_devices)]
         if self._shares:
             shares = list(self._shares)
+        else:
+            shares = [float(computed.get(device, 0)) for device in range(num_devices)]
 
         # 3. Reduce the share. A device that is alone, or would get hardly any samples, keeps it.
-        reduced = _LESS * shares[index]
-        least = _LEAST * max(shares)
+        reduced = _KEPT_PART * shares[index]
+        least = _SMALLEST_SHARE * max(shares)
         if num_devices == 1 or reduced < least:
             return
         shares[index] = float(f"{reduced:.3g}")
-        self._use(shares)
+        self._apply_shares(shares)
         rank_zero_warn(f"{name} ran out of memory and receives fewer samples from now on: shares={shares}.")
 
     def _names_of_devices(self) -> str:
@@ -274,7 +275,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         return str(device)
 
     def _is_measurable(self, batch_size: int) -> bool:
-        return batch_size >= 4 * len(self.devices)
+        return batch_size >= _FEWEST_OF_DEVICE * len(self.devices)
 
     # State.
 
@@ -285,9 +286,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
 
     def _own_state(self) -> dict[str, Any]:
         """Return shares that were measured, or reduced after an error of memory; then also the user's setting."""
-        if self._shares is None:
-            return {}
-        if self._shares is self._user_setting:
+        if self._shares is None or self._shares is self._user_setting:
             return {}
         state: dict[str, Any] = {"shares": self._shares}
         if not self.measures:
@@ -299,6 +298,7 @@ class BalancedDataParallelStrategy(ReplicatedStrategy):
         shares = state.get("shares")
         if shares is None or len(shares) != len(self.devices):
             return
+        # Measured shares come without a setting. The empty one is none of this strategy's.
         earlier_setting = state.get("instead_of", ())
         if self.measures or earlier_setting == self._user_setting:
-            self._use(shares)
+            self._apply_shares(shares)

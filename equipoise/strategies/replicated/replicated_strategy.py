@@ -40,9 +40,18 @@ __all__ = ["Parallelize", "ReplicatedStrategy"]
 Parallelize = Literal["step", "forward"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Run:
-    """State of a run."""
+    """State of a run.
+
+    Attributes:
+        splitter: Splits batches.
+        replicas: The replicas of the module.
+        threads: The threads that compute the parts.
+        recovery: Support for steps that are repeated.
+        forward: Computes calls of the module on several devices; None where the whole step runs on each.
+        allow_gradients: Function that allows gradients for parameters again; None where they were not refused.
+    """
 
     splitter: Splitter
     replicas: Replicas
@@ -115,21 +124,22 @@ class ReplicatedStrategy(Strategy):
     def connect(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Use the devices; see `Strategy.connect`."""
         super().connect(devices, num_nodes)
+        # The device that `output_device` stands for.
         self._gathering = self._gathering_device()
 
     def _gathering_device(self) -> torch.device:
         chosen = self.output_device
         if chosen is None:
             return self.devices[0]
-        device = None
         if is_whole(chosen):
             if 0 <= chosen < len(self.devices):
-                device = self.devices[chosen]
+                return self.devices[chosen]
         else:
+            # The text may name no device at all.
             with suppress(RuntimeError, TypeError):
                 device = torch.device(chosen)
-        if device is not None and device in self.devices:
-            return device
+                if device in self.devices:
+                    return device
         raise ConfigurationError(
             f"output_device={chosen!r} is none of the devices {', '.join(map(str, self.devices))}. Give one of them, or"
             " its index among them."
@@ -159,7 +169,14 @@ class ReplicatedStrategy(Strategy):
         allow_gradients = None
         if self.parallelize == "step" and len(self.devices) > 1:
             allow_gradients = refuse_partial_gradients(module, self.name)
-        self._run = _Run(Splitter(module, self.dim), replicas, threads, recovery, forward, allow_gradients)
+        self._run = _Run(
+            splitter=Splitter(module, self.dim),
+            replicas=replicas,
+            threads=threads,
+            recovery=recovery,
+            forward=forward,
+            allow_gradients=allow_gradients,
+        )
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Release replicas and threads; see `Strategy.teardown`."""
@@ -212,6 +229,7 @@ class ReplicatedStrategy(Strategy):
         self._is_training = True
         # Hooks and optimisers may have changed tensors through `.data`, which leaves no trace.
         run.replicas.distrust()
+        # What the first device computes alone is a whole batch, for which the module itself runs its step.
         if isinstance(parts, PlacedParts) and parts.indices != (0,):
             result = self._run_parts(step, parts)
         else:
