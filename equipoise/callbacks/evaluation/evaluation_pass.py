@@ -78,8 +78,8 @@ class EvaluationPass:
     collect: bool
     outputs: list[Any] = field(default_factory=list, init=False)
     batches: int = field(default=0, init=False)
-    memory: int = field(default=0, init=False)
-    seconds: float = field(default=0.0, init=False)
+    memory: int = field(init=False)
+    seconds: float = field(init=False)
 
     def run(self, module: nn.Module, loader: Any) -> None:
         """Evaluate every batch, once. A batch is freed on the device before the next one is read.
@@ -196,10 +196,7 @@ class EvaluationPass:
         """Collect the outputs of all processes, and return the values of the first process that has some."""
         pairs = self.host.gather((values, self.outputs))
         self.outputs = interleave(outputs for _, outputs in pairs)
-        for values_of_process, _ in pairs:
-            if values_of_process is not None:
-                return values_of_process  # type: ignore[no-any-return]
-        return None
+        return next((values for values, _ in pairs if values is not None), None)
 
 
 # Graphs

@@ -83,11 +83,7 @@ def larger(before: Reading | None, now: Reading) -> Reading:
 
 
 def _larger_value(before: int | None, now: int | None) -> int | None:
-    if before is None:
-        return now
-    if now is None:
-        return before
-    return max(before, now)
+    return max((value for value in (before, now) if value is not None), default=None)
 
 
 def by_device(readings: ByPhase) -> dict[str, int]:
@@ -118,15 +114,7 @@ def to_mib(nbytes: int) -> float:
 def points_of(readings: ByPhase, step: int, seconds: float) -> Iterator[MemoryPoint]:
     """Yield the readings as points of a time line."""
     for (device, phase), reading in readings.items():
-        yield MemoryPoint(
-            step=step,
-            seconds=seconds,
-            device=device,
-            phase=phase,
-            allocated=reading.allocated,
-            reserved=reading.reserved,
-            peak=reading.peak,
-        )
+        yield MemoryPoint(step=step, seconds=seconds, device=device, phase=phase, **reading._asdict())
 
 
 def thin_out(timeline: list[MemoryPoint]) -> None:

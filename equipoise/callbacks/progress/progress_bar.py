@@ -27,7 +27,7 @@ from equipoise.validation import is_number
 __all__ = ["ProgressBar"]
 
 # Changes that are drawn immediately in one refresh interval; further changes wait for the next redraw.
-_IMMEDIATE_CHANGES = 4
+_MOST_IMMEDIATE = 4
 
 
 class ProgressBar(_LightningProgressBar):
@@ -64,33 +64,35 @@ class ProgressBar(_LightningProgressBar):
         self.leave = leave
         self._enabled = True
         self._current_trainer: Any = None
-        self._source = "progress_bar_metrics"
+        # The attribute of the trainer with the values.
+        self._name_of_values = "progress_bar_metrics"
         self._forget_run()
 
     def _forget_run(self) -> None:
         self._display: Display | None = None
         # The user's module, and the readers of values and lines.
         self._module: Any = None
-        self._values = LatestValues()
+        self._latest_values = LatestValues()
         self._layout = Layout()
         # True while a line that stays is drawn: its values must be the last ones.
         self._wait_for_values = False
         # Time of the next redraw, and those of the last changes that were drawn immediately.
-        self._due = math.inf
-        self._changes: deque[float] = deque(maxlen=_IMMEDIATE_CHANGES)
-        # Training has started; its first batch is done, whose index shows where a resumed epoch begins.
+        self._next_redraw = math.inf
+        self._drawn_changes: deque[float] = deque(maxlen=_MOST_IMMEDIATE)
+        # Whether training has started, and whether its first batch is done, whose index shows where a resumed epoch
+        # begins.
         self._is_fitting = False
         self._is_first_batch_done = False
         # The track of the epoch, and that of a validation inside the epoch or of a stage by itself.
-        self._epoch: Track | None = None
-        self._evaluation: Track | None = None
+        self._epoch_track: Track | None = None
+        self._evaluation_track: Track | None = None
         # Indices of the last batches, and of the present loader of an evaluation.
-        self._train_batch = -1
-        self._evaluation_batch = -1
-        self._loader = 0
+        self._train_batch_idx = -1
+        self._evaluation_batch_idx = -1
+        self._loader_index = 0
         # The label of an evaluation, and the number of batches of each of its loaders.
-        self._description = ""
-        self._totals: list[float] = []
+        self._evaluation_label = ""
+        self._loader_totals: list[float] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without the state of a run."""
@@ -98,11 +100,11 @@ class ProgressBar(_LightningProgressBar):
             self,
             _current_trainer=None,
             _display=None,
-            _due=math.inf,
-            _epoch=None,
-            _evaluation=None,
+            _next_redraw=math.inf,
+            _epoch_track=None,
+            _evaluation_track=None,
             _module=None,
-            _values=LatestValues(),
+            _latest_values=LatestValues(),
         )
 
     # Lightning's interface of progress bars
@@ -172,18 +174,18 @@ class ProgressBar(_LightningProgressBar):
 
         It is called when a redraw is due. Override it to add or to remove values.
         """
-        values = getattr(trainer, self._source)
+        values = getattr(trainer, self._name_of_values)
         if self._display is None:
             return LatestValues().read(values, wait=True)
-        return self._values.read(values, wait=self._wait_for_values)
+        return self._latest_values.read(values, wait=self._wait_for_values)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Note the trainer. Only the main process draws."""
         self._current_trainer = trainer
-        # `progress_bar_metrics` waits for the device; our trainer also has `progress_bar_values`, which does not.
-        self._source = "progress_bar_metrics"
+        # Of Lightning's trainer `progress_bar_metrics`, which waits for the device; of ours also `progress_bar_values`.
+        self._name_of_values = "progress_bar_metrics"
         if "progress_bar_values" in dir(trainer):
-            self._source = "progress_bar_values"
+            self._name_of_values = "progress_bar_values"
         if not trainer.is_global_zero:
             self.disable()
 
@@ -193,7 +195,7 @@ class ProgressBar(_LightningProgressBar):
         """Start to draw, with the first batch at the latest: a resumed epoch has no start."""
         if self._opened(pl_module) is not None:
             self._is_fitting = True
-            self._due = -math.inf
+            self._next_redraw = -math.inf
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the line of an epoch."""
@@ -201,23 +203,23 @@ class ProgressBar(_LightningProgressBar):
         if display is None:
             return
         has_left_line = self._keep_epoch(display)
-        self._train_batch = -1
-        self._epoch = Track(self.train_description, self.total_train_batches, monotonic())
+        self._train_batch_idx = -1
+        self._epoch_track = Track(self.train_description, self.total_train_batches, monotonic())
         self._draw_change(display, at_once=has_left_line)
         if not self._is_first_batch_done:
-            self._due = -math.inf
+            self._next_redraw = -math.inf
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Redraw if it is due."""
-        self._train_batch = batch_idx
-        if monotonic() >= self._due:
+        self._train_batch_idx = batch_idx
+        if monotonic() >= self._next_redraw:
             self._draw_training()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock. The line is finished later, when all values of the epoch are logged."""
-        if self._epoch is not None:
-            self._update()
-            self._epoch.finish(monotonic())
+        if self._epoch_track is not None:
+            self._update_tracks()
+            self._epoch_track.finish(monotonic())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the line of the last epoch."""
@@ -225,7 +227,7 @@ class ProgressBar(_LightningProgressBar):
         if display is None:
             return
         has_left_line = self._keep_epoch(display)
-        if not has_left_line and self._epoch is not None:
+        if not has_left_line and self._epoch_track is not None:
             self._draw(display, stays=True)
         self._close(keep=not has_left_line)
 
@@ -234,17 +236,17 @@ class ProgressBar(_LightningProgressBar):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a line, below that of the epoch if there is one."""
         if trainer.sanity_checking:
-            self._begin_evaluation(trainer, pl_module, self.sanity_check_description, trainer.num_sanity_val_batches)
+            self._begin_evaluation(pl_module, self.sanity_check_description, trainer.num_sanity_val_batches)
         else:
-            self._begin_evaluation(trainer, pl_module, self.validation_description, trainer.num_val_batches)
+            self._begin_evaluation(pl_module, self.validation_description, trainer.num_val_batches)
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a line."""
-        self._begin_evaluation(trainer, pl_module, self.test_description, trainer.num_test_batches)
+        self._begin_evaluation(pl_module, self.test_description, trainer.num_test_batches)
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a line."""
-        self._begin_evaluation(trainer, pl_module, self.predict_description, trainer.num_predict_batches)
+        self._begin_evaluation(pl_module, self.predict_description, trainer.num_predict_batches)
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -253,12 +255,12 @@ class ProgressBar(_LightningProgressBar):
         display = self._display
         if display is None:
             return
-        self._evaluation_batch = batch_idx
-        if dataloader_idx != self._loader:
+        self._evaluation_batch_idx = batch_idx
+        if dataloader_idx != self._loader_index:
             # The first batch of another loader is done.
             now = monotonic()
             self._begin_loader(dataloader_idx, now).skip(batch_idx + 1, now)
-        if monotonic() >= self._due:
+        if monotonic() >= self._next_redraw:
             self._draw(display)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -272,9 +274,9 @@ class ProgressBar(_LightningProgressBar):
             self._leave_evaluation()
             return
         # After a sanity check the display stays for the training: a notebook would keep the widget of a closed one.
-        self._evaluation = None
-        if self._epoch is not None:
-            self._epoch.resume(monotonic())
+        self._evaluation_track = None
+        if self._epoch_track is not None:
+            self._epoch_track.resume(monotonic())
             self._draw_change(display)
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
@@ -284,9 +286,10 @@ class ProgressBar(_LightningProgressBar):
     on_predict_end = on_test_end
 
     def _leave_evaluation(self) -> None:
-        if self._display is not None and self._evaluation is not None:
-            self._update()
-            self._evaluation.finish(monotonic())
+        """Draw the last line of a run that evaluates, and release the terminal."""
+        if self._display is not None and self._evaluation_track is not None:
+            self._update_tracks()
+            self._evaluation_track.finish(monotonic())
             self._draw(self._display, stays=True)
         self._close(keep=True)
 
@@ -310,7 +313,7 @@ class ProgressBar(_LightningProgressBar):
             self._display = display
             self._module = module
             self._layout = Layout(ascii_only=display.ascii_only)
-            self._due = monotonic() + self._interval(display)
+            self._next_redraw = monotonic() + self._interval(display)
         return self._display
 
     def _close(self, *, keep: bool) -> None:
@@ -325,50 +328,57 @@ class ProgressBar(_LightningProgressBar):
             return self.refresh_seconds
         return self.plain_seconds
 
-    def _begin_evaluation(self, trainer: Any, module: Any, description: str, totals: float | list[float]) -> None:
+    def _begin_evaluation(self, module: Any, label: str, totals: float | list[float]) -> None:
+        """Begin the line of an evaluation.
+
+        Args:
+            module: The user's module.
+            label: Text at the start of the line.
+            totals: The number of batches of each loader.
+        """
         display = self._opened(module)
         if display is None:
             return
         now = monotonic()
-        self._evaluation_batch = -1
-        if self._epoch is not None:
-            self._update()
-            self._epoch.pause(now)
-        self._description = description
+        self._evaluation_batch_idx = -1
+        if self._epoch_track is not None:
+            self._update_tracks()
+            self._epoch_track.pause(now)
+        self._evaluation_label = label
         # A trainer may report one number instead of a list.
-        self._totals = totals if isinstance(totals, list) else [totals]
+        self._loader_totals = totals if isinstance(totals, list) else [totals]
         self._begin_loader(0, now)
         self._draw_change(display)
 
     def _begin_loader(self, loader: int, now: float) -> Track:
         """Begin the line of a loader of the evaluation."""
-        label = self._description
-        loaders = len(self._totals)
-        if loaders > 1:
-            label += f" {loader + 1}/{loaders}"
+        label = self._evaluation_label
+        num_loaders = len(self._loader_totals)
+        if num_loaders > 1:
+            label += f" {loader + 1}/{num_loaders}"
         # The columns of a validation stand below those of its epoch.
-        if self._epoch is not None:
-            label = label.ljust(len(self._epoch.label))
-        track = Track(label, self._totals[loader], now)
-        self._loader = loader
-        self._evaluation = track
+        if self._epoch_track is not None:
+            label = label.ljust(len(self._epoch_track.label))
+        track = Track(label, self._loader_totals[loader], now)
+        self._loader_index = loader
+        self._evaluation_track = track
         return track
 
     def _keep_epoch(self, display: Display) -> bool:
         """Write the line of an epoch that has ended, if such lines stay; return True if it was written."""
-        epoch = self._epoch
+        epoch = self._epoch_track
         if epoch is None or not epoch.finished:
             return False
         if display.animated and not self.leave:
             return False
-        metrics = self._metrics(wait=True)
+        metrics = self._read_metrics(wait=True)
         now = monotonic()
         if display.animated:
             display.keep(self._layout.compose([epoch], metrics, width=display.console.width, now=now))
         else:
             display.write(plain_line(epoch, metrics, now=now) + "\n")
-        self._epoch = None
-        self._evaluation = None
+        self._epoch_track = None
+        self._evaluation_track = None
         return True
 
     def _draw_training(self) -> None:
@@ -378,17 +388,17 @@ class ProgressBar(_LightningProgressBar):
             return
         if not self._is_first_batch_done:
             self._is_first_batch_done = True
-            if self._epoch is None or self._train_batch > 0:
-                self._epoch = self._resumed_epoch()
+            if self._epoch_track is None or self._train_batch_idx > 0:
+                self._epoch_track = self._resumed_epoch()
             # The first plain line is written after one interval.
             if not display.animated:
-                self._due = monotonic() + self.plain_seconds
+                self._next_redraw = monotonic() + self.plain_seconds
                 return
         self._draw(display)
 
     def _resumed_epoch(self) -> Track:
         """Return the track of an epoch whose batches before this run have no part in the rate."""
-        done = self._train_batch + 1
+        done = self._train_batch_idx + 1
         batches = float(self.trainer.num_training_batches)
         total = min(batches, self.total_train_batches + done)
         now = monotonic()
@@ -406,8 +416,8 @@ class ProgressBar(_LightningProgressBar):
         if not display.animated:
             return
         now = monotonic()
-        changes = self._changes
-        are_many = len(changes) == _IMMEDIATE_CHANGES and now - changes[0] < self.refresh_seconds
+        changes = self._drawn_changes
+        are_many = len(changes) == _MOST_IMMEDIATE and now - changes[0] < self.refresh_seconds
         if at_once or not are_many:
             changes.append(now)
             self._draw(display)
@@ -419,24 +429,27 @@ class ProgressBar(_LightningProgressBar):
             display: The display.
             stays: The lines are the last ones. Default: False.
         """
-        self._update()
-        metrics = self._metrics(wait=stays)
+        self._update_tracks()
+        metrics = self._read_metrics(wait=stays)
         now = monotonic()
-        tracks = [track for track in (self._epoch, self._evaluation) if track is not None]
+        tracks = [track for track in (self._epoch_track, self._evaluation_track) if track is not None]
         if display.animated:
             display.show(self._layout.compose(tracks, metrics, width=display.console.width, now=now))
         else:
             display.write(plain_line(tracks[-1], metrics, now=now) + "\n")
-        self._due = now + self._interval(display)
+        self._next_redraw = now + self._interval(display)
 
-    def _update(self) -> None:
+    def _update_tracks(self) -> None:
+        """Count the batches that are done."""
         now = monotonic()
-        if self._epoch is not None:
-            self._epoch.update(self._train_batch + 1, now)
-        if self._evaluation is not None:
-            self._evaluation.update(self._evaluation_batch + 1, now)
+        if self._epoch_track is not None:
+            self._epoch_track.update(self._train_batch_idx + 1, now)
+        if self._evaluation_track is not None:
+            self._evaluation_track.update(self._evaluation_batch_idx + 1, now)
 
-    def _metrics(self, *, wait: bool) -> dict[str, Any]:
+    def _read_metrics(self, *, wait: bool) -> dict[str, Any]:
+        """Return the values after the bar; with `wait`, those of this moment."""
+        # `get_metrics`, which a subclass may override, has Lightning's arguments.
         self._wait_for_values = wait
         metrics = dict(self.get_metrics(self.trainer, self._module))
         for callback in self.trainer.callbacks:
