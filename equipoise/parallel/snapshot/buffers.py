@@ -27,6 +27,9 @@ Kind = tuple[int, torch.dtype, torch.device]
 Version = list[int] | None
 
 
+# All buffers
+
+
 class Buffers:
     """Notes the buffers of a module and their values, and restores both. Small buffers are copied by one operation.
 
@@ -139,6 +142,9 @@ def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
     # 2. Allocate the copies.
     with torch.no_grad():
         return [_BufferGroup(buffers, indices) for indices in indices_by_kind.values()]
+
+
+# One buffer
 
 
 @dataclass

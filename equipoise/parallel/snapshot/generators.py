@@ -26,8 +26,8 @@ _LINKS = (*_SAMPLERS, "dataset", "loader")
 # Steps from an object to a generator. An attribute and an item are one step each:
 # dataset.transform.transforms[0].transforms[0].generator, for instance.
 _DEPTH = 6
-# Longer lists and dictionaries are data, not transforms.
-_LENGTH = 64
+# Items of a list or dictionary. Longer ones are data, not transforms.
+_LONGEST = 64
 # Number of objects that are examined, nearer ones first.
 _MOST_OBJECTS = 10_000
 # Types without generators inside.
@@ -142,7 +142,7 @@ def _search(holder: Any, types: tuple[type, ...], depth: int) -> Iterator[Any]:
 
 def _neighbours_of(value: Any) -> Iterable[Any]:
     """Return the objects one step away: items, attributes, and the parts of methods and partial functions."""
-    if isinstance(value, (list, tuple, dict)) and len(value) > _LENGTH:
+    if isinstance(value, (list, tuple, dict)) and len(value) > _LONGEST:
         return ()
     if isinstance(value, (list, tuple)):
         return value

@@ -223,6 +223,9 @@ def isolated() -> Iterator[None]:
         state.restore()
 
 
+# Independent sequences
+
+
 def fork(number: int) -> None:
     """Give all random generators other sequences, which follow from torch's present state on the CPU and a number.
 
@@ -266,6 +269,9 @@ def _forked_seed(number: int) -> int:
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
     digest = hashlib.sha256(f"{drawn}, {number}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+# The same sequence in all processes
 
 
 class SameNumbers:
@@ -327,6 +333,9 @@ def _drawn(items: Iterator[T], numbers: SameNumbers) -> Iterator[T]:
         del item
 
 
+# Notes of what was drawn
+
+
 class HostGenerators:
     """States of the global generators of Python and numpy at one moment. Numpy has none before it is imported.
 
@@ -357,6 +366,9 @@ class HostGenerators:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(self._numpy)
+
+
+# States in plain data
 
 
 def _numpy_state() -> Any:

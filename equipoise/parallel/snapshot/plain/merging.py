@@ -13,7 +13,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.places import find, text_of
 from equipoise.parallel.snapshot.plain.restoring import restore
-from equipoise.parallel.snapshot.plain.state import UNKNOWN, PlainState, SavedValue, State
+from equipoise.parallel.snapshot.plain.state import UNKNOWN, PlainState, State, saved_values
 
 __all__ = ["bring_back"]
 
@@ -32,7 +32,7 @@ def bring_back(
     """
     values = []
     lost: list[str] = []
-    for saved in SavedValue.all_in(state):
+    for saved in saved_values(state):
         path = saved.path
         noted = present_run.noted(path)
         present_start = UNKNOWN if noted is None else noted.start

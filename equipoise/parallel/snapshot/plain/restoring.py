@@ -15,7 +15,7 @@ from equipoise.parallel.snapshot.plain.copies import Copies, copied
 from equipoise.parallel.snapshot.plain.leaves import description_of, own_memory
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.places import delete, find, put, text_of
-from equipoise.parallel.snapshot.plain.state import PlainState, SavedObject, SavedValue, State
+from equipoise.parallel.snapshot.plain.state import PlainState, State, saved_objects, saved_values
 from equipoise.parallel.snapshot.plain.values import memory_of
 
 __all__ = ["differing", "restore"]
@@ -43,7 +43,7 @@ def restore(roots: Mapping[str, Root], state: State, device: torch.device) -> No
         generator = find(roots, path)
         if is_generator(generator):
             set_generator_state(generator, generator_state)
-    for saved in SavedObject.all_in(state):
+    for saved in saved_objects(state):
         member = _member(find(roots, saved.path), saved.description)
         if member is not None:
             put(roots, saved.path, member)
@@ -72,7 +72,7 @@ def differing(roots: Mapping[str, Root], state: State, present_run: PlainState) 
             if find(roots, path_of_owner) is None:
                 names[text_of(path_of_owner)] = path[0]
     # 2. Objects that no file holds, and that this run has not created likewise.
-    for saved in SavedObject.all_in(state):
+    for saved in saved_objects(state):
         present = find(roots, saved.path)
         is_described = description_of(present) == saved.description or _member(present, saved.description) is not None
         # A module had been replaced by another one of its class, and this run still has the first one.
@@ -103,11 +103,11 @@ class _Kept(NamedTuple):
 
 def _restore_values(roots: Mapping[str, Root], state: State, device: torch.device) -> None:
     memory_of_weights = own_memory(roots)
-    saved_values = list(SavedValue.all_in(state))
-    devices = [device if saved.is_elsewhere else _CPU for saved in saved_values]
+    values = list(saved_values(state))
+    devices = [device if saved.is_elsewhere else _CPU for saved in values]
     # 1. Others may refer to an object that had been changed in place, so it stays, and stands for the saved one.
     kept_by_id: dict[int, _Kept] = {}
-    for saved, here in zip(saved_values, devices, strict=True):
+    for saved, here in zip(values, devices, strict=True):
         if not saved.was_replaced:
             _keep(_Kept(find(roots, saved.path), saved.value, here), kept_by_id, memory_of_weights)
     # This adds more of them.
@@ -118,7 +118,7 @@ def _restore_values(roots: Mapping[str, Root], state: State, device: torch.devic
     for kept in kept_by_id.values():
         _fill(kept.present, kept.value, partial(copied, device=kept.device, copies=copies))
     # 2. The others. The changes may be brought back again, so what returns is a copy.
-    for saved, here in zip(saved_values, devices, strict=True):
+    for saved, here in zip(values, devices, strict=True):
         copy = copied(saved.value, here, copies)
         if copy is not find(roots, saved.path):
             put(roots, saved.path, copy)

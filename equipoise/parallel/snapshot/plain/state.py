@@ -12,7 +12,7 @@ from equipoise.parallel.snapshot.plain.copies import Copies, copied
 from equipoise.parallel.snapshot.plain.leaves import Leaves, description_of
 from equipoise.parallel.snapshot.plain.paths import Path, Root
 
-__all__ = ["UNKNOWN", "Noted", "PlainState", "SavedObject", "SavedValue", "State"]
+__all__ = ["UNKNOWN", "Noted", "PlainState", "SavedObject", "SavedValue", "State", "saved_objects", "saved_values"]
 
 # Entries of the changed leaves, by kind; each begins with the path.
 State = dict[str, list[list[Any]]]
@@ -56,12 +56,6 @@ class SavedValue(NamedTuple):
     was_replaced: bool = False
     start: Any = UNKNOWN
 
-    @classmethod
-    def all_in(cls, state: State) -> "Iterator[SavedValue]":
-        """Yield the saved values of a state."""
-        for entry in state.get("values", ()):
-            yield cls(*entry[: len(cls._fields)])
-
 
 class SavedObject(NamedTuple):
     """An entry under "objects". Earlier versions have not written the last item.
@@ -76,11 +70,15 @@ class SavedObject(NamedTuple):
     description: str
     was_replaced: bool = False
 
-    @classmethod
-    def all_in(cls, state: State) -> "Iterator[SavedObject]":
-        """Yield the saved objects of a state."""
-        for entry in state.get("objects", ()):
-            yield cls(*entry[: len(cls._fields)])
+
+def saved_values(state: State) -> Iterator[SavedValue]:
+    """Return the entries under "values"; items of later versions are left out."""
+    return (SavedValue(*entry[: len(SavedValue._fields)]) for entry in state.get("values", ()))
+
+
+def saved_objects(state: State) -> Iterator[SavedObject]:
+    """Return the entries under "objects"; items of later versions are left out."""
+    return (SavedObject(*entry[: len(SavedObject._fields)]) for entry in state.get("objects", ()))
 
 
 class PlainState:
