@@ -25,7 +25,8 @@ _DISABLED = "_torchdynamo_disable"
 _CALL = "_compiled_call_impl"
 
 
-# The result of `__reduce_ex__`, or NotImplemented.
+# The result of `__reduce_ex__`, or NotImplemented: a function that creates an object, its arguments, the content, items
+# of lists and of dictionaries, of which modules have none, and a function that sets the content.
 Reduced = Any
 # The class of a module, its state and its compiled call.
 Content = tuple[type[nn.Module], Any, Callable[..., Any] | None]
@@ -53,26 +54,24 @@ def _reduce_module(module: nn.Module) -> Reduced:
     return NotImplemented
 
 
-def _reduce_parametrised_module(
-    module: nn.Module,
-    compiled: Callable[..., Any] | None,
-) -> Reduced:
+def _reduce_parametrised_module(module: nn.Module, compiled: Callable[..., Any] | None) -> Reduced:
     """Reduce a parametrised module, together with its compiled call if there is one."""
     kind = parametrize.type_before_parametrizations(module)
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
     # The class that torch created refuses to be pickled; the class before it does not.
     read_state: Any = kind.__getstate__
     state = read_state(module)
-    arguments = (kind, names)
-    content = (kind, state, compiled)
-    return (
-        _new_parametrised,
-        arguments,
-        content,
-        None,
-        None,
-        _set_state,
-    )
+    return _new_parametrised, (kind, names), (kind, state, compiled), None, None, _set_state
+
+
+def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> Reduced:
+    """Reduce a module that was compiled in place, together with its compiled call."""
+    reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    create, arguments, state, *_ = reduced
+    if create is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        # The class defines its own way to be pickled.
+        return NotImplemented
+    return create, arguments, (type(module), state, compiled), None, None, _set_state
 
 
 def _reduce_function(function: FunctionType) -> Reduced:
@@ -85,6 +84,16 @@ def _reduce_function(function: FunctionType) -> Reduced:
     if compiler is None:
         return NotImplemented
     return _compile, (compiler, getattr(function, _ORIGINAL))
+
+
+def _compiler_of(function: FunctionType) -> Any:
+    """Return the object that has compiled a function; it compiles another with the same options."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    variables = {name: cell.cell_contents for name, cell in cells}
+    return variables.get("self")
+
+
+# In the other process
 
 
 def _new_parametrised(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -104,31 +113,6 @@ def _set_state(module: nn.Module, content: Content) -> None:
     write_state(module, state)
     if compiled is not None:
         vars(module)[_CALL] = compiled
-
-
-def _reduce_compiled_module(module: nn.Module, compiled: Callable[..., Any]) -> Reduced:
-    """Reduce a module that was compiled in place, together with its compiled call."""
-    reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    create, arguments, state, *_ = reduced
-    if create is not copyreg.__newobj__:  # type: ignore[attr-defined]
-        # The class defines its own way to be pickled.
-        return NotImplemented
-    content = (type(module), state, compiled)
-    return (
-        create,
-        arguments,
-        content,
-        None,
-        None,
-        _set_state,
-    )
-
-
-def _compiler_of(function: FunctionType) -> Any:
-    """Return the object that has compiled a function; it compiles another with the same options."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    variables = {name: cell.cell_contents for name, cell in cells}
-    return variables.get("self")
 
 
 def _compile(compiler: Any, original: Callable[..., Any]) -> Any:

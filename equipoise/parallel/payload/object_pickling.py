@@ -88,11 +88,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             hooks = hooks_of(value)
             # Torch's own pickling drops the hooks.
             if hooks:
-                return _parameter, (value.detach(), value.requires_grad, hooks)
+                return _new_parameter, (value.detach(), value.requires_grad, hooks)
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
             # A storage offers no buffer; an array of its bytes does.
             content: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
-            return _storage, (PickleBuffer(content),)
+            return _new_storage, (PickleBuffer(content),)
         reduced = reduce_module_or_function(value)
         if reduced is NotImplemented:
             return super().reducer_override(value)
@@ -109,7 +109,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             tensor.stride(),
             tensor.requires_grad,
         )
-        return _tensor, arguments
+        return _new_tensor, arguments
 
     def _register_definition(self, value: type | FunctionType) -> None:
         """Register a class or function that pickle would find by name in the script, as a loader's worker does."""
@@ -148,14 +148,14 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _storage(content: Any) -> torch.UntypedStorage:
+def _new_storage(content: Any) -> torch.UntypedStorage:
     view = memoryview(content)
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
     return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
-def _tensor(
+def _new_tensor(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
     offset: int,
@@ -169,7 +169,7 @@ def _tensor(
     return tensor
 
 
-def _parameter(data: Tensor, requires_grad: bool, hooks: list[tuple[str, Any]]) -> nn.Parameter:
+def _new_parameter(data: Tensor, requires_grad: bool, hooks: list[tuple[str, Any]]) -> nn.Parameter:
     parameter = nn.Parameter(data, requires_grad)
     for register, hook in hooks:
         getattr(parameter, register)(hook)

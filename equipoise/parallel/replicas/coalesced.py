@@ -72,21 +72,21 @@ def add_rows(rows: Sequence[Sequence[Tensor | None]], device: torch.device, *, i
     return sums
 
 
-def _reduce_add(tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the sums of lists of equal length, each of tensors on one device, on the device of the first list.
+def _reduce_add(columns: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Return the sums of columns of equal length, each of tensors on one device, on the device of the first column.
 
-    Without coalescing the sums are written into the first list.
+    Without coalescing the sums are written into the first column.
     """
-    first, *rest = tensors
+    first, *rest = columns
     if not first or not rest:
         return first
     root = first[0].device
-    devices = [column[0].device for column in tensors]
+    devices = [column[0].device for column in columns]
     # Sparse tensors cannot travel in one message.
     is_sparse = any(tensor.is_sparse for tensor in first)
     if _are_distinct(devices) and not is_sparse:
-        columns = [[_real(tensor) for tensor in column] for column in tensors]
-        sums: list[Tensor] = comm.reduce_add_coalesced(columns, root.index)  # type: ignore[no-untyped-call]
+        real_columns = [[_real(tensor) for tensor in column] for column in columns]
+        sums: list[Tensor] = comm.reduce_add_coalesced(real_columns, root.index)  # type: ignore[no-untyped-call]
         return _as_sent(sums, first)
     for column in rest:
         foreach.add_(list(first), [to_device(tensor, root) for tensor in column])

@@ -110,8 +110,8 @@ class Replica:
         self._buffer_versions: list[int] | None = None
         # Versions of the copy's own parameters.
         self._copy_versions: list[int] | None = None
-        # For each parameter, whether it had changed at the last comparison. None: unknown.
-        self._changed: list[bool] | None = None
+        # Whether each parameter had changed when their versions were noted last. None: unknown.
+        self._has_changed: list[bool] | None = None
 
     def _compare_attributes(self, kind: type, source: AttributeDict, target: AttributeDict) -> _Attributes:
         """Find the attributes of a module of this type that refer to other objects in the copy."""
@@ -187,15 +187,15 @@ class Replica:
 
         # 1. Compare the module's attributes with those of the last time. Only other values, or other items in
         #    containers, may refer to other objects.
-        same = len(source) == len(values)
-        if same and not is_plain:
-            same = all(map(is_, source.values(), values))
-        if same:
+        is_unchanged = len(source) == len(values)
+        if is_unchanged and not is_plain:
+            is_unchanged = all(map(is_, source.values(), values))
+        if is_unchanged:
             if lengths:
-                same = list(map(len, containers)) == lengths
+                is_unchanged = list(map(len, containers)) == lengths
             else:
-                same = not any(containers)
-        if not same:
+                is_unchanged = not any(containers)
+        if not is_unchanged:
             module, _ = self._shells[index]
             attributes = self._compare_attributes(type(module), source, target)
             self._attributes[index] = attributes
@@ -222,20 +222,20 @@ class Replica:
                 copied.requires_grad_(requires_grad)
 
     def has_stale_parameters(self) -> bool:
-        """Return whether the module's parameters have changed since the last call."""
+        """Note the versions of the module's parameters; return whether these have changed since the last call."""
         last_versions = self._parameter_versions
         present_versions = versions(self.sources)
         self._parameter_versions = present_versions
         # Tensors made in inference mode have no version.
         if present_versions is None or last_versions is None:
-            self._changed = None
+            self._has_changed = None
             return True
         pairs = zip(present_versions, last_versions, strict=True)
-        self._changed = [present != last for present, last in pairs]
+        self._has_changed = [present != last for present, last in pairs]
         return not self.trusted or present_versions != last_versions
 
     def has_stale_buffers(self) -> bool:
-        """Return whether buffers of the module or of the copy have changed since the last call."""
+        """Note the buffers of the module and of the copy; return whether any has changed since the last call."""
         buffers = []
         for sources, copies, name in self.buffer_slots:
             copied = copies.get(name)
@@ -276,9 +276,9 @@ class Replica:
             tensors: A tensor for each of `parameters`, in order.
         """
         targets = self.copies
-        if self._changed is not None:
+        if self._has_changed is not None:
             targets = []
-            pairs = zip(self.copies, self._changed, strict=True)
+            pairs = zip(self.copies, self._has_changed, strict=True)
             for copied, changed in pairs:
                 if changed:
                     targets.append(copied)

@@ -169,6 +169,7 @@ def _read_job(task: Task) -> Job:
 
 
 def _set_up_process(task: Task, stack: Connection, parent: Connection) -> None:
+    """Set what the process needs before it can fail; see `run_worker`."""
     # 1. Objects that the server has imported live as long as the process, so no collection needs to examine them.
     gc.freeze()
     # 2. In a group of its own, the worker ends together with processes that it starts. Only the parent gets Ctrl-C.
@@ -185,6 +186,7 @@ def _set_up_process(task: Task, stack: Connection, parent: Connection) -> None:
 
 
 def _set_up_libraries(rank: int, task: Task, send: Callable[[Any], None]) -> None:
+    """Set what torch, multiprocessing and logging need in a worker."""
     _senders[:] = [send]
     torch.set_num_threads(max(1, task.threads // task.count))
     # Loaders start their workers as they do in the parent.
@@ -208,6 +210,9 @@ def _end_with_parent(parent: Connection) -> None:
         _answers.put(answer)
 
 
+# Messages to the parent, and its answers
+
+
 def send_to_parent(message: Any) -> None:
     """Send an object from the function of a worker to the parent, besides the report; do nothing in other processes.
 
@@ -228,7 +233,10 @@ class Question(NamedTuple):
     function: Callable[[], Any]
 
     def answer(self) -> bytes:
-        """Return what the function returns, and None; or None, and its error; pickled. What cannot be is a text."""
+        """Return what the function returns, and None; or None, and its error; pickled.
+
+        A `WorkerError` stands for what cannot be pickled.
+        """
         value, error = None, None
         try:
             value = self.function()
@@ -236,12 +244,18 @@ class Question(NamedTuple):
             error = raised
         try:
             content = pickle.dumps((value, error))
+            # Not all that is pickled can be created again.
             pickle.loads(content)  # noqa: S301 - from the line above
         except Exception as failure:
-            what = "The parent's answer cannot be sent:" if error is None else "The parent raised"
-            text = "".join(traceback.format_exception_only(failure if error is None else error)).strip()
-            content = pickle.dumps((None, WorkerError(f"{what} {text}")))
+            reason = f"The parent's answer cannot be sent: {_in_words(failure)}"
+            if error is not None:
+                reason = f"The parent raised {_in_words(error)}"
+            content = pickle.dumps((None, WorkerError(reason)))
         return content
+
+
+def _in_words(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def call_in_parent(function: Callable[[], T]) -> T:
