@@ -30,7 +30,7 @@ _ALONE_AFTER = 10.0  # seconds
 _ALONE_AFTER_WINDOWS = 3
 # Key in the store of the number of batches after which all processes end.
 _END = "end/batch"
-# In an exchange of the numbers 0 and 1: this process is about to save a checkpoint.
+# What `agree_to_save` sends, where `is_true_in_any` sends 0 or 1: each sees it if another process is at the other call.
 _SAVES = 2
 
 
@@ -109,6 +109,7 @@ def agree_to_save(processes: Processes) -> None:
 
 
 def _check_saves(numbers: list[int]) -> None:
+    """Refuse that only some processes are about to save."""
     if _SAVES in numbers and any(number != _SAVES for number in numbers):
         raise StepError(
             "A hook of a batch saves a checkpoint, but only some processes have this batch, and the state of each is"

@@ -94,8 +94,9 @@ class ConnectedProcesses(Processes):
 
 
 def _reduce_tensor(tensor: Tensor, device: torch.device, group: Any, reduce_op: Any) -> Tensor:
-    """Return the reduction of a tensor over all processes; also by torch's operation of that name."""
-    name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+    """Return the reduction of a tensor over all processes, by a name or an operation of torch; None: the mean."""
+    name = getattr(reduce_op, "name", reduce_op)
+    name = str(name or "mean").lower()
     reduced = tensor.detach().to(device, copy=True)
     dist.all_reduce(reduced, _OPERATIONS[name], group=group)
     # Not each backend computes means, so the sum is divided here.

@@ -48,16 +48,17 @@ class _Bucket:
         self.full_tail = torch.ones_like(self.tail)
         self.weight: Weight = 1
 
-        # 3. Expect all gradients.
+        # 3. Expect all gradients, by the indices of their parameters.
         self._indices = range(len(parameters))
         self.missing = set(self._indices)
-        self.sent = False
-        self.is_complete = False
+        self.is_sent = False
+        # Whether this process had a gradient of each parameter when the bucket was sent.
+        self.has_all_gradients = False
 
     def begin(self, weight: Weight) -> None:
         """Expect all gradients again."""
         self.missing.update(self._indices)
-        self.sent = False
+        self.is_sent = False
         # Tensors are not compared, since that would wait for their device.
         is_tensor = isinstance(weight, Tensor) or isinstance(self.weight, Tensor)
         if is_tensor or weight != self.weight:
@@ -81,12 +82,12 @@ class _Bucket:
                 )
             filled_views.append(view)
             gradients.append(gradient)
-        self.sent = True
-        self.is_complete = not empty_views
+        self.is_sent = True
+        self.has_all_gradients = not empty_views
 
         # 2. Write zeros for the missing gradients, and count them in the tail.
         tail = self.full_tail
-        if not self.is_complete:
+        if not self.has_all_gradients:
             for view in empty_views:
                 view.zero_()
             counts = [float(parameter.grad is not None) for parameter in self.parameters]
@@ -122,11 +123,11 @@ class _Bucket:
             foreach.copy_(own, summed)
 
     def _sums(self) -> Sequence[Tensor | None]:
+        """Return the sum for each parameter; None if no process has a gradient of it."""
         # If this process has all gradients, the counts are positive and need not be read from the device.
-        return self.views if self.is_complete else self._views_with_gradients()
+        return self.views if self.has_all_gradients else self._views_with_gradients()
 
     def _views_with_gradients(self) -> list[Tensor | None]:
-        """Return the sum for each parameter; None if no process has a gradient of it."""
         counts = self.tail[:-1].tolist()
         gradients: list[Tensor | None] = []
         for view, count in zip(self.views, counts, strict=True):
@@ -175,12 +176,15 @@ class GradientReducer:
         if trainable:
             device = trainable[0].device
         self._separate_weight = torch.zeros((), dtype=torch.float64, device=device)
+        # The exchanges of the buckets that were sent in this window.
         self._works: list[dist.Work] = []
-        self._next = 0
+        self._num_sent = 0
+        # The arguments of `begin`, and whether the exchange is not finished.
         self._is_open = False
-        self._eager = False
-        self._broken = False
+        self._is_eager = False
         self._factor = 1.0
+        # Whether an attempt has failed after some buckets were sent, which stay as they are.
+        self._is_broken_off = False
 
     def _register_hooks(self) -> None:
         for bucket in self._buckets:
@@ -208,18 +212,18 @@ class GradientReducer:
             factor: Number by which the gradients of this process are multiplied before the sum. Default: 1.
         """
         self._is_open = True
-        self._eager = eager
+        self._is_eager = eager
         self._factor = factor
         # After a failed attempt, buckets that were sent stay as they are.
-        if not self._broken:
-            self._next = 0
+        if not self._is_broken_off:
+            self._num_sent = 0
             self._works = []
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._buckets[self._num_sent :]:
             if bucket is self._weight_bucket:
                 bucket.begin(weight)
             else:
                 bucket.begin(1)
-        if self._weight_bucket is None and not self._broken:
+        if self._weight_bucket is None and not self._is_broken_off:
             self._separate_weight.fill_(weight)
             dist.all_reduce(self._separate_weight)
 
@@ -233,10 +237,10 @@ class GradientReducer:
         """Note that a gradient is ready, and send the buckets that are full."""
         if not self._is_open and self._on_gradient is not None:
             self._on_gradient()
-        if not self._is_open or not self._eager:
+        if not self._is_open or not self._is_eager:
             return
-        if bucket.sent:
-            if self._broken:
+        if bucket.is_sent:
+            if self._is_broken_off:
                 return
             raise StepError(
                 f"A parameter of shape {list(parameter.shape)} got a part of its gradient after the exchange had begun."
@@ -244,15 +248,16 @@ class GradientReducer:
             )
         bucket.missing.discard(index)
         # A full bucket waits for those before it, so the order of the exchanges is fixed.
-        while self._next < len(self._buckets):
-            next_bucket = self._buckets[self._next]
+        while self._num_sent < len(self._buckets):
+            next_bucket = self._buckets[self._num_sent]
             if next_bucket.missing:
                 return
             self._send()
 
     def _send(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
+        """Send the next bucket."""
+        bucket = self._buckets[self._num_sent]
+        self._num_sent += 1
         bucket.fill(self._factor)
         work = dist.all_reduce(bucket.flat, async_op=True)
         assert work is not None
@@ -264,11 +269,11 @@ class GradientReducer:
         Returns:
             True if a bucket or the weight was sent.
         """
-        has_sent = self._next > 0 or self._weight_bucket is None
+        has_sent = self._num_sent > 0 or self._weight_bucket is None
         if self._is_open and has_sent:
-            self._broken = True
+            self._is_broken_off = True
         self._is_open = False
-        return self._broken
+        return self._is_broken_off
 
     @property
     def is_open(self) -> bool:
@@ -285,8 +290,8 @@ class GradientReducer:
                 gradients become views of the buckets, which the next exchange overwrites.
         """
         self._is_open = False
-        self._broken = False
-        while self._next < len(self._buckets):
+        self._is_broken_off = False
+        while self._num_sent < len(self._buckets):
             self._send()
         for work, bucket in zip(self._works, self._buckets, strict=True):
             work.wait()

@@ -19,6 +19,9 @@ from equipoise.parallel.ray_context import ray_world_size
 __all__ = ["check_alone", "check_count", "compute_metrics_alone", "in_group", "place_of_worker", "refuse_copies"]
 
 
+# Checks
+
+
 def check_count(place: Rank, devices: Sequence[torch.device], num_nodes: int) -> None:
     """Check that the number of processes is that of the devices.
 
@@ -109,6 +112,9 @@ def _refuse_ray_without_group() -> None:
         )
 
 
+# Membership
+
+
 def place_of_worker(rank: int, size: int, device: torch.device) -> Rank:
     """Return the rank of a worker on this machine, and set it in the worker's environment.
 
@@ -155,6 +161,9 @@ def in_group(
     limit = timedelta(seconds=timeout)
     with joined(place, device, timeout=limit, port=port, backend=backend, columns=columns) as store:
         yield store
+
+
+# Metrics of one process
 
 
 def compute_metrics_alone(module: nn.Module) -> Callable[[], None]:

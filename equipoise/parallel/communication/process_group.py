@@ -30,12 +30,21 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
-# Number of groups joined so far, the same in every process.
-_GROUPS = count()
 # Shortest time to meet: processes on a busy machine do not start at the same moment.
 _MEETING = timedelta(seconds=60)
 # Parts of messages of errors that follow from the end of another process.
 _SIGNS = ("connection closed by peer", "connection reset", "pair closure", "broken pipe", "timed out waiting", "nccl")
+# Ports that follow from the number of a job of Slurm: this one, and 9999 above it.
+_FIRST_PORT_UNDER_SLURM = 15000
+
+# Numbers of the groups that this process joins, the same in every process.
+_group_numbers = count()
+# Stores of this process while it belongs to a group that it has joined.
+_stores: list[Store] = []
+# Groups for tensors on the host, while the default group exchanges tensors on devices only.
+_host_groups: list[dist.ProcessGroup] = []
+# Stores that outlive their groups, by address, port, rank and number of processes.
+_meeting_points: dict[tuple[str, str, int, int], Store] = {}
 
 
 class StoreServer:
@@ -114,7 +123,7 @@ def joined(
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     with contextlib.ExitStack() as cleanup:
-        # 1. Meet and begin the groups.
+        # 1. Meet, and begin the group of this process's column and the one for its host.
         with loopback(only=port is not None):
             store = _connect(place, timeout, port)
             rank, column = divmod(place.global_rank, columns)
@@ -129,37 +138,7 @@ def joined(
     dist.destroy_process_group()
 
 
-def _connect(place: Rank, timeout: timedelta, port: int | None) -> Store:
-    """Return a store that only this group uses, once all processes of this machine are connected."""
-    store: Store
-    meeting_time = max(timeout, _MEETING)
-    if port is not None:
-        store = TCPStore(LOOPBACK, port, is_master=False, timeout=meeting_time, use_libuv=False)
-    else:
-        _set_address_under_slurm()
-        store = _meet(place, timeout)
-    # Entries of an earlier group, or of an earlier attempt of torchrun, would mislead this group.
-    store = PrefixStore(f"equipoise/{_attempt()}/{next(_GROUPS)}", store)
-    if port is not None:
-        store.set(f"here/{place.global_rank}", "")
-        keys = [f"here/{rank}" for rank in range(place.world_size)]
-        store.wait(keys, meeting_time)
-    return store
-
-
-def _attempt() -> str:
-    """Return the number of torchrun's attempt if its store outlives an attempt; empty if rank 0 makes a new store.
-
-    Each agent of torchrun counts its own restarts. One that has joined later counts fewer, so the number must not
-    separate the processes of a new store.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return ""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-# Stores of this process while it belongs to a group that it has joined.
-_stores: list[Store] = []
+# Groups of this process
 
 
 def group_store() -> Store | None:
@@ -177,10 +156,6 @@ def _registered(store: Store) -> Iterator[None]:
         yield
     finally:
         _stores.pop()
-
-
-# Groups for tensors on the host, while the default group exchanges tensors on devices only.
-_host_groups: list[dist.ProcessGroup] = []
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -237,8 +212,36 @@ def group_apart(store: Store, name: str, rank: int, size: int, timeout: timedelt
     return group  # type: ignore[no-any-return]
 
 
-# By address, port, rank and number of processes.
-_meeting_points: dict[tuple[str, str, int, int], Store] = {}
+# Where the processes meet
+
+
+def _connect(place: Rank, timeout: timedelta, port: int | None) -> Store:
+    """Return a store that only this group uses, once all processes of this machine are connected."""
+    store: Store
+    meeting_time = max(timeout, _MEETING)
+    if port is not None:
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=meeting_time, use_libuv=False)
+    else:
+        _set_address_under_slurm()
+        store = _meet(place, timeout)
+    # Entries of an earlier group, or of an earlier attempt of torchrun, would mislead this group.
+    store = PrefixStore(f"equipoise/{_attempt()}/{next(_group_numbers)}", store)
+    if port is not None:
+        store.set(f"here/{place.global_rank}", "")
+        keys = [f"here/{rank}" for rank in range(place.world_size)]
+        store.wait(keys, meeting_time)
+    return store
+
+
+def _attempt() -> str:
+    """Return the number of torchrun's attempt if its store outlives an attempt; empty if rank 0 makes a new store.
+
+    Each agent of torchrun counts its own restarts. One that has joined later counts fewer, so the number must not
+    separate the processes of a new store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return ""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _meet(place: Rank, timeout: timedelta) -> Store:
@@ -280,7 +283,7 @@ def _set_address_under_slurm() -> None:
     first_machine = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])
     os.environ.setdefault("MASTER_ADDR", first_machine)
     job = os.environ.get("SLURM_JOB_ID", "0")
-    port = 15000 + int(job[-4:])
+    port = _FIRST_PORT_UNDER_SLURM + int(job[-4:])
     os.environ.setdefault("MASTER_PORT", str(port))
 
 
@@ -303,6 +306,9 @@ def _loopback_interface() -> str:
         if interface in ("lo", "lo0"):
             return interface
     return "lo"
+
+
+# Errors
 
 
 def follows_from_another(error: BaseException) -> bool:
