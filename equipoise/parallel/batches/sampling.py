@@ -49,6 +49,9 @@ def seed_of_order() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED") or 0)
 
 
+# Orders of samples
+
+
 class UnpaddedDistributedSampler(DistributedSampler[Any]):
     """Deals each sample to one process, shuffled anew in each epoch. Numbers of samples differ by one at most.
 
@@ -149,6 +152,9 @@ class SameOrder(DrawnAlike):
         return super().__len__()
 
 
+# Batches of one process
+
+
 class SharedBatches(Sampler[list[Any]]):
     """Divides each step into parts, one for each process.
 
@@ -238,6 +244,9 @@ class BatchesInTurn(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(range(self.rank, len(self.batch_sampler), self.processes))
+
+
+# Batches without samples
 
 
 class Collate:

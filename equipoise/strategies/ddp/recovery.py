@@ -27,6 +27,11 @@ _WAY_OUT = "Take a smaller batch_size with accumulate_grad_batches, or leave the
 class DDPRecovery(RecoverySupport):
     """Repeats the steps of one process, while the other processes wait for its gradients.
 
+    Args:
+        module: The user's module.
+        exchange: The exchange of gradients.
+        shares: The shares of the samples of a step, some of which may be measured.
+
     Attributes:
         is_enabled: Whether steps may be repeated. Then the collective operations in them are detected.
     """

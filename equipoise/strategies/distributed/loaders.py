@@ -194,26 +194,29 @@ def has_distributed_sampler(loader: DataLoader[Any]) -> bool:
 
 def _share_training_batches(loader: DataLoader[Any], rank: int, count: int, seed: int, sizes: Sizes | None) -> Any:
     """Return one process's part of a training loader over a data set of known length."""
-    steps: Any = loader.batch_sampler
-    if steps is None:
+    batches: Any = loader.batch_sampler
+    divide = sizes or partial(_dealt_sizes, processes=count)
+    # 1. Every sample is a batch.
+    if batches is None:
         same_order = with_sampler(loader, SameOrder(loader.sampler, seed))
         return Turns(same_order, rank, count)
-    if not isinstance(steps, WholeSteps):
-        if loader.batch_size is None:
-            # The user's own batch sampler decides which samples make a batch.
-            order = SameOrder(steps, seed)
-            deal = deal_of(steps)
-            if deal is not None:
-                return _with_batches(loader, DealtSteps(order, deal, rank, count))
-            return with_sampler(loader, BatchesInTurn(order, rank, count), batches=True)
-        if sizes is None and _order_for_all(loader, seed) is None:
-            return _share_evenly(loader, rank, count, seed)
-        steps = BatchSampler(order_of_processes(loader, seed), loader.batch_size * count, loader.drop_last)
-    elif steps.deal is not None and sizes is None:
-        return _with_batches(loader, DealtSteps(steps.batch_sampler, steps.deal, rank, count, steps.joined))
-    if sizes is None:
-        sizes = partial(_dealt_sizes, processes=count)
-    return _with_batches(loader, SharedBatches(steps, sizes, rank))
+    # 2. Every batch is a step already, as in a run that began with another number of processes.
+    if isinstance(batches, WholeSteps):
+        if batches.deal is not None and sizes is None:
+            return _with_batches(loader, DealtSteps(batches.batch_sampler, batches.deal, rank, count, batches.joined))
+        return _with_batches(loader, SharedBatches(batches, divide, rank))
+    # 3. The user's own batch sampler decides which samples make a batch.
+    if loader.batch_size is None:
+        order = SameOrder(batches, seed)
+        deal = deal_of(batches)
+        if deal is not None:
+            return _with_batches(loader, DealtSteps(order, deal, rank, count))
+        return with_sampler(loader, BatchesInTurn(order, rank, count), batches=True)
+    # 4. Samples make batches, and those of all processes a step.
+    if sizes is None and _order_for_all(loader, seed) is None:
+        return _share_evenly(loader, rank, count, seed)
+    steps = BatchSampler(order_of_processes(loader, seed), loader.batch_size * count, loader.drop_last)
+    return _with_batches(loader, SharedBatches(steps, divide, rank))
 
 
 def order_of_processes(loader: DataLoader[Any], seed: int) -> Any:
@@ -242,6 +245,7 @@ def _order_for_all(loader: DataLoader[Any], seed: int) -> SameOrder | None:
 
 
 def _share_evenly(loader: DataLoader[Any], rank: int, count: int, seed: int) -> DataLoader[Any]:
+    """Return one process's part of a loader that draws each sample once: the samples are dealt, and then batched."""
     sampler = UnpaddedDistributedSampler(loader.dataset, count, rank, shuffle=_shuffles(loader), seed=seed)
     shared = with_sampler(loader, sampler)
     if not loader.drop_last:
@@ -253,6 +257,7 @@ def _share_evenly(loader: DataLoader[Any], rank: int, count: int, seed: int) -> 
 
 
 def _dealt_sizes(size: int, step: int, *, processes: int) -> list[int]:
+    """Return the samples of each process in a step whose samples are dealt in turn; see `Sizes`."""
     return [count_of_rank(size, rank, processes) for rank in range(processes)]
 
 
@@ -265,6 +270,7 @@ def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
 
 
 def _share_stream(loader: DataLoader[Any], rank: int, count: int) -> Any:
+    """Return one process's part of a loader of a stream, which divides itself."""
     share = getattr(loader.dataset, "shard", None)
     if not callable(share):
         raise ConfigurationError(

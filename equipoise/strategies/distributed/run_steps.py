@@ -38,8 +38,8 @@ class RunSteps:
     step_sizes: list[int | None] | None = None
     has_one_state: bool | None = None
     obstacle: str = field(default="", init=False)
-    # Whether a strategy of the other kind continues the run.
-    _is_of_other_kind: bool = field(default=False, init=False)
+    # Whether a strategy whose processes have one state continues a run of one whose processes have not, or reversely.
+    _has_changed_kind: bool = field(default=False, init=False)
 
     # State.
 
@@ -55,19 +55,27 @@ class RunSteps:
             entry: The entry of Equipoise. An old one holds the positions of the processes alone; that of Lightning's
                 checkpoints is empty, and the run begins with the present number of processes.
         """
-        steps = entry.get("steps")
-        if steps is not None:
-            sizes = steps["batch_sizes"], steps["step_sizes"]
-            return cls(steps["processes"], steps["seed"], *sizes, steps.get("has_one_state", False))
+        state = entry.get("steps")
+        if state is not None:
+            # Earlier versions have written no `has_one_state`.
+            return cls(
+                processes=state["processes"],
+                seed=state["seed"],
+                batch_sizes=state["batch_sizes"],
+                step_sizes=state["step_sizes"],
+                has_one_state=state.get("has_one_state", False),
+            )
         if entry.get("position") is None:
             return cls()
-        return cls(len(entry.get("positions", ())) or 1, has_one_state=False)
+        # One process has written its position alone.
+        processes = len(entry.get("positions", ())) or 1
+        return cls(processes, has_one_state=False)
 
     # Loaders.
 
     def note_states(self, *, one: bool) -> None:
         """Note whether the processes of the strategy have one state; called before `keep`."""
-        self._is_of_other_kind = self.has_one_state not in (None, one)
+        self._has_changed_kind = self.has_one_state not in (None, one)
         self.has_one_state = one
 
     def keep(self, loaders: list[Any], processes: Processes, *, share: bool = True) -> list[Any]:
@@ -80,15 +88,14 @@ class RunSteps:
         """
         count = processes.world_size
         self.obstacle = ""
-        if self._is_of_other_kind:
+        # Steps of processes with one state are the same for any number of them.
+        has_changed_number = self.processes not in (None, count) and not self.has_one_state
+        if self._has_changed_kind:
             self.obstacle = "its strategy orders and divides samples in another way"
-        elif self.has_one_state:
-            # Its steps are the same for any number of processes.
-            pass
-        elif self.processes is not None and self.processes != count:
+        elif has_changed_number:
             self.obstacle = self._find_obstacle(loaders, share=share)
             if not self.obstacle:
-                return self._kept(loaders, processes)
+                return self._with_whole_steps(loaders, processes)
             rank_zero_info(
                 f"The run began with {_processes(self.processes)} and continues with {_processes(count)}. A step has"
                 f" other samples from now on: {self.obstacle}."
@@ -97,6 +104,7 @@ class RunSteps:
         return loaders
 
     def _begin(self, loaders: list[Any], count: int) -> None:
+        """Note the present steps as those with which the run began."""
         # None: the loader or its own batch sampler decides.
         sizes = [loader.batch_size if isinstance(loader, DataLoader) else None for loader in loaders]
         self.processes = count
@@ -105,18 +113,20 @@ class RunSteps:
         self.step_sizes = [None if size is None else size * count for size in sizes]
 
     def _find_obstacle(self, loaders: list[Any], *, share: bool) -> str:
+        """Return why the steps cannot be kept; empty if they can."""
         if not share:
             return "with use_distributed_sampler=False the loaders decide which samples a process reads"
         for loader in loaders:
-            reason = _why_not(loader)
+            reason = _why_not_divided(loader)
             if reason:
                 return reason
         sizes = [loader.batch_size for loader in loaders]
         if self.batch_sizes is not None and sizes != self.batch_sizes:
-            return f"the loaders had batch_size {_listed(self.batch_sizes)}, and now it is {_listed(sizes)}"
+            return f"the loaders had batch_size {_in_words(self.batch_sizes)}, and now it is {_in_words(sizes)}"
         return ""
 
-    def _kept(self, loaders: list[Any], processes: Processes) -> list[Any]:
+    def _with_whole_steps(self, loaders: list[Any], processes: Processes) -> list[Any]:
+        """Return the loaders with the steps of the run, which the present processes divide."""
         assert self.processes is not None
         if self.batch_sizes is None or self.step_sizes is None:
             self.batch_sizes = [loader.batch_size for loader in loaders]
@@ -155,14 +165,15 @@ class RunSteps:
         assert self.step_sizes is not None
         samples = "samples"
         if None not in self.step_sizes:
-            samples = f"{_listed(self.step_sizes)} samples"
+            samples = f"{_in_words(self.step_sizes)} samples"
         rank_zero_info(
             f"The run began with {_processes(self.processes)} and continues with {_processes(count)}: a step keeps its"
             f" {samples}."
         )
 
 
-def _why_not(loader: Any) -> str:
+def _why_not_divided(loader: Any) -> str:
+    """Return why another number of processes cannot divide the steps of a loader; empty if it can."""
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         return f"{kind} is no DataLoader, so the samples that it has read are unknown"
@@ -179,7 +190,7 @@ def _why_not(loader: Any) -> str:
     return ""
 
 
-def _listed(sizes: list[Any]) -> str:
+def _in_words(sizes: list[Any]) -> str:
     return " and ".join(map(str, sizes))
 
 

@@ -65,14 +65,14 @@ class ReplicatedForward:
         self._scalars.check(loss)
 
     @contextmanager
-    def cover(self, step: TrainingStep | EvaluationStep) -> Iterator[None]:
-        """Compute calls of the module on all devices during a block."""
+    def replaced(self, step: TrainingStep | EvaluationStep) -> Iterator[None]:
+        """Replace the module's `forward` during a block, so that calls of the module are computed on all devices."""
         attributes = vars(self._module)
         # The user may have set a function on the object.
         user_function = attributes.get("forward")
         original = self._module.forward
 
-        def uncover() -> None:
+        def restore() -> None:
             del attributes["forward"]
             if user_function is not None:
                 attributes["forward"] = user_function
@@ -81,7 +81,7 @@ class ReplicatedForward:
             if getattr(self._thread, "is_replica", False):
                 return original(*args, **kwargs)
             # Replicas are copies of the module as it is without this function.
-            uncover()
+            restore()
             try:
                 return self._forward(step, original, args, kwargs)
             finally:
@@ -91,7 +91,7 @@ class ReplicatedForward:
         try:
             yield
         finally:
-            uncover()
+            restore()
 
     def _forward(
         self,

@@ -287,7 +287,7 @@ class ReplicatedStrategy(Strategy):
         forward = self._current_run.forward
         if forward is None:
             return nullcontext()
-        return forward.cover(step)
+        return forward.replaced(step)
 
     def _warn_without_call(self, forward: ReplicatedForward) -> None:
         if forward.was_called or not self._expects_forward:

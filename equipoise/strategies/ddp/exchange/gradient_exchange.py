@@ -33,10 +33,16 @@ class GradientExchange:
     """The exchange of a run, by the engine that fits the module's trainable parameters.
 
     The engine is constructed when the first batch is trained on, and replaced when parameters are frozen or unfrozen.
+
+    Args:
+        name: The engine of automatic optimisation, "torch" or "native".
+        module: The user's module, on its device.
+        device: The device.
+        options: Arguments of torch's wrapper, of which other engines read some, and `comm_hook`, a CommHook or None.
     """
 
     def __init__(self, name: str, module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
-        self._name = name
+        self._engine_name = name
         self._module = module
         self._device = device
         self._options = options
@@ -45,7 +51,7 @@ class GradientExchange:
         self._engine: TorchEngine | NativeEngine | ManualEngine | None = None
         # The parameters for which the engine was constructed, and whether each was trainable then.
         self._parameters: list[nn.Parameter] = []
-        self._trainable: list[bool] = []
+        self._were_trainable: list[bool] = []
         self._watches_steps = False
         # True once any module has got a parameter or a layer since.
         self._may_have_grown = False
@@ -115,7 +121,7 @@ class GradientExchange:
                 self._close_engine()
         if self._engine is None:
             self._parameters = list(self._module.parameters())
-            self._trainable = [parameter.requires_grad for parameter in self._parameters]
+            self._were_trainable = [parameter.requires_grad for parameter in self._parameters]
             self._watch_steps()
             self._check_trainable()
             self._engine = self._make_engine()
@@ -170,8 +176,8 @@ class GradientExchange:
 
     def _trainable_parameters_differ(self) -> bool:
         """Return whether parameters were frozen or unfrozen, so that the engine no longer fits."""
-        pairs = zip(self._parameters, self._trainable, strict=True)
-        return any(parameter.requires_grad != trainable_before for parameter, trainable_before in pairs)
+        pairs = zip(self._parameters, self._were_trainable, strict=True)
+        return any(parameter.requires_grad != was_trainable for parameter, was_trainable in pairs)
 
     def _make_engine(self) -> TorchEngine | NativeEngine | ManualEngine:
         """Return the engine for the module; the native engine takes the place of a wrapper that does not fit."""
@@ -179,7 +185,7 @@ class GradientExchange:
             return ManualEngine(self._module, self._device, self._options)
         # Torch's wrapper computes a step once, with one backward.
         fits_wrapper = not self._repeats_steps and has_one_backward(self._module)
-        if self._name == "torch" and fits_wrapper:
+        if self._engine_name == "torch" and fits_wrapper:
             return TorchEngine(self._module, self._device, self._options)
         return NativeEngine(self._module, self._device, self._options)
 

@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 from equipoise.errors import StepError
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import NO_RESULT, StepResult, TrainingStep
-from equipoise.strategies.distributed.window_totals import (
-    AlongGradients,
-    Apart,
-    average_gradients,
-    reading_waits,
-)
+from equipoise.strategies.distributed.window_totals import AlongGradients, Apart, average_gradients, reading_waits
 
 __all__ = ["TorchEngine"]
+
+# Number of parameters that a message names.
+_MOST_NAMED = 5
 
 
 class TorchEngine:
@@ -49,7 +47,7 @@ class TorchEngine:
         # Whether the backward that runs gives each parameter a gradient.
         self._must_reach_all = False
         in_buckets = self._refuses_unused and hook is None
-        self._weight, carrier = _total_weight(self._trainable.values(), device, in_buckets=in_buckets)
+        self._total_weight, carrier = _exchange_of_total(self._trainable.values(), device, in_buckets=in_buckets)
 
         # 3. Wrap the module.
         self._device = device
@@ -80,7 +78,7 @@ class TorchEngine:
             result = StepResult(*result)
             # 2. The weight is sent before the backward, as the first bucket has to hold it.
             if last:
-                self._weight.send(step.total_with(result))
+                self._total_weight.send(step.total_with(result))
             # 3. The backward, in which the wrapper exchanges the gradients.
             self._must_reach_all = last and zero_loss is None and self._refuses_unused
             step.backward(result)
@@ -103,9 +101,9 @@ class TorchEngine:
         unused = [name for name, parameter in self._trainable.items() if parameter.grad is None]
         if not unused:
             return
-        names = ", ".join(unused[:5])
-        if len(unused) > 5:
-            names += f" and {len(unused) - 5} more"
+        names = ", ".join(unused[:_MOST_NAMED])
+        if len(unused) > _MOST_NAMED:
+            names += f" and {len(unused) - _MOST_NAMED} more"
         raise StepError(
             f"Parameters that took no part in the loss: {names}. Say so with"
             " DDPStrategy(find_unused_parameters=True), take engine='native', or freeze them."
@@ -113,7 +111,7 @@ class TorchEngine:
 
     def finish(self, window: AccumulationWindow, optimizer: Optimizer) -> bool:
         """End a window; see `GradientExchange.finish`. The wrapper has averaged over the processes."""
-        return average_gradients(window, optimizer, self._weight.total(), dist.get_world_size())
+        return average_gradients(window, optimizer, self._total_weight.total(), dist.get_world_size())
 
     def close(self) -> None:
         """Do nothing: the wrapper holds no hooks of ours."""
@@ -144,7 +142,7 @@ def _is_idle(result: StepResult) -> bool:
     return not isinstance(result.weight, Tensor) and result.weight == 0
 
 
-def _total_weight(
+def _exchange_of_total(
     parameters: Iterable[nn.Parameter], device: torch.device, *, in_buckets: bool
 ) -> tuple[AlongGradients | Apart, nn.Parameter | None]:
     """Return the exchange of Σw, and the parameter that it needs in the wrapped module."""

@@ -10,6 +10,9 @@ from equipoise.strategies.ddp.exchange.by_hand.meetings import Event
 
 __all__ = ["agree", "digest"]
 
+# Rounding errors by which equal sums may differ, in parts of the sum of the absolute values.
+_MOST_ROUNDINGS = 16
+
 
 def digest(tensors: Sequence[Tensor]) -> dict[str, float]:
     """Return the numbers of tensors for an `Event`. It waits for the device, if there are tensors."""
@@ -33,7 +36,7 @@ def agree(events: Sequence[Event], tensors: Sequence[Tensor]) -> bool:
     first = events[0]
     # Kernels of a GPU may add in another order.
     rounding = [torch.finfo(tensor.dtype).eps for tensor in tensors]
-    tolerance = 16 * max(rounding, default=0.0) * first.size
+    tolerance = _MOST_ROUNDINGS * max(rounding, default=0.0) * first.size
     for event in events:
         is_near = abs(event.total - first.total) <= tolerance
         if event.compared != first.compared or not is_near:

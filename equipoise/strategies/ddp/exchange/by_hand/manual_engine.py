@@ -44,12 +44,13 @@ class ManualEngine:
         self._bucket_megabytes = options["bucket_cap_mb"]
         self._watch_parameters()
 
-        # 1. The backward that runs: whether it has reached a parameter, and the meeting that it has begun. Gradients
-        #    are sent while it runs, except in the first one, and where others run within it or through its gradients.
+        # 1. The backward that runs: whether it has reached a parameter; what it has sent of its event, or None; and
+        #    whether gradients are sent while it runs. They are so from the second one on, until another backward runs
+        #    within one, or through its gradients.
         self._has_gradients = False
         self._sent: Any = None
         self._overlaps = False
-        self._never_overlaps = False
+        self._may_overlap = True
 
         # 2. Every backward, and every step of an optimiser.
         self._meetings = Meetings(self._join)
@@ -80,19 +81,20 @@ class ManualEngine:
             return call.run()
         if is_in_backward():
             # Of a checkpointed part, or of a hook: what it adds belongs to the outer backward.
-            self._never_overlaps = True
+            self._may_overlap = False
             return call.run()
+        # The user has unfrozen some.
         if any(parameter.requires_grad for parameter in self._frozen):
             self._reducer.close()
             self._watch_parameters()
-        self._never_overlaps = self._never_overlaps or call.creates_graph
+        self._may_overlap = self._may_overlap and not call.creates_graph
         if not call.accumulates:
             return self._returned.exchange(call, self._numbers)
 
         # 1. The backward. It may reach no parameter.
         self._has_gradients = False
         self._sent = None
-        self._overlaps = self._meetings.reference is not None and not self._never_overlaps
+        self._overlaps = self._meetings.reference is not None and self._may_overlap
         try:
             call.run()
         except BaseException:
@@ -104,7 +106,8 @@ class ManualEngine:
         if self._has_gradients and call.creates_graph:
             self._returned.exchange_with_graph(self._parameters)
         elif self._has_gradients:
-            self._meetings.exchange(self._sent or self._meetings.send(Kind.BACKWARD))
+            sent = self._sent or self._meetings.send(Kind.BACKWARD)
+            self._meetings.exchange(sent)
         return None
 
     def _begin_exchange(self) -> None:

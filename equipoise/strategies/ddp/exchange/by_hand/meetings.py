@@ -27,6 +27,11 @@ from equipoise.strategies.ddp.exchange.by_hand.means import Share
 
 __all__ = ["Event", "Kind", "Meetings"]
 
+# Rows of numbers in an exchange, one for each process, and the exchange.
+Sent = tuple[torch.Tensor, dist.Work]
+# Stands in the history for the begin of a training step. The steps of optimisers have numbers from 0.
+_BEGIN_OF_STEP = -1
+
 
 class Kind(IntEnum):
     """Kinds of events."""
@@ -92,7 +97,7 @@ class Meetings:
         self._size = dist.get_world_size()
         self._history = 0
         self._weight = 1.0
-        self._is_broken = False
+        self._has_left_exchange = False
         self.reference: float | None = None
         self.has_joined = False
         self.needs_meeting = True
@@ -100,10 +105,11 @@ class Meetings:
 
     def begin_step(self, weight: float) -> None:
         """Begin a training step with this number of samples."""
-        self._note(-1)
+        self._note(_BEGIN_OF_STEP)
         self._weight = weight
 
     def _note(self, event: int) -> None:
+        """Add an event to the history."""
         # A number that float64 holds exactly.
         self._history = hash((self._history, event)) % 2**48
 
@@ -125,7 +131,7 @@ class Meetings:
 
     def break_off(self) -> None:
         """Note that this process has left an exchange in its midst, by an error that the user's code may catch."""
-        self._is_broken = True
+        self._has_left_exchange = True
 
     @property
     def factor(self) -> float:
@@ -133,11 +139,16 @@ class Meetings:
         assert self.reference is not None
         return self._weight / self.reference
 
-    def send(self, kind: Kind, **more: float) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to exchange an event. Return what `receive` takes."""
-        if self._is_broken:
+    def send(self, kind: Kind, **numbers: float) -> Sent:
+        """Begin to exchange an event. Return what `receive` takes.
+
+        Args:
+            kind: Its kind.
+            numbers: Other numbers of it, by the names of `Event`.
+        """
+        if self._has_left_exchange:
             raise StepError("A backward has failed while its gradients were exchanged. Let its error end the training.")
-        event = Event(kind=kind, history=self._history, weight=self._weight, **more)
+        event = Event(kind=kind, history=self._history, weight=self._weight, **numbers)
         # A sum of rows, of which each process fills its own, is what a gathering is, in one small exchange.
         rows = torch.zeros(self._size, len(event), dtype=torch.float64)
         rows[self._rank] = torch.tensor(event, dtype=torch.float64)
@@ -145,7 +156,7 @@ class Meetings:
         assert work is not None
         return rows, work
 
-    def receive(self, sent: tuple[torch.Tensor, dist.Work]) -> tuple[list[Event], Share]:
+    def receive(self, sent: Sent) -> tuple[list[Event], Share]:
         """Return the events of all processes, by rank, and the share of this one in a mean by numbers of samples."""
         rows, work = sent
         work.wait()
@@ -159,12 +170,13 @@ class Meetings:
             share = Share(1.0, self._size)
         return events, share
 
-    def exchange(self, sent: tuple[torch.Tensor, dist.Work]) -> None:
-        """Exchange the gradients of a backward, which some processes may not have."""
+    def exchange(self, sent: Sent) -> None:
+        """Exchange the gradients of a backward whose event was sent, and which some processes may not have."""
         events, share = self.receive(sent)
-        self._exchange(events, share)
+        self._exchange_gradients(events, share)
 
-    def _exchange(self, events: list[Event], share: Share) -> None:
+    def _exchange_gradients(self, events: list[Event], share: Share) -> None:
+        """Exchange gradients, since some process is at a backward."""
         if any(event.kind != Kind.BACKWARD for event in events):
             self.has_joined = True
         self.needs_meeting = self.has_joined
@@ -174,22 +186,23 @@ class Meetings:
         if len(histories) > 1:
             raise _differences(events)
 
-    def meet(self, kind: Kind, more: Callable[[], dict[str, float]] = dict) -> tuple[list[Event], Share]:
+    def meet(self, kind: Kind, numbers: Callable[[], dict[str, float]] = dict) -> tuple[list[Event], Share]:
         """Wait until all processes are at an event of this kind, and join those that are at a backward until then.
 
         Args:
             kind: The kind of the event.
-            more: Function that returns its other numbers; it is called again after an exchange.
+            numbers: Function that returns its other numbers; it is called again after an exchange. Default: there are
+                none.
 
         Raises:
             StepError: In all processes, if another one is at another event.
         """
         while True:
-            sent = self.send(kind, **more())
+            sent = self.send(kind, **numbers())
             events, share = self.receive(sent)
             if all(event.kind != Kind.BACKWARD for event in events):
                 break
-            self._exchange(events, share)
+            self._exchange_gradients(events, share)
         different = {(event.kind, event.history, event.detail) for event in events}
         if len(different) > 1:
             raise _differences(events)

@@ -42,6 +42,7 @@ class OptimizerSteps:
         """Meet the others, after the optimiser's closure if it has one."""
         if self._meetings.are_paused:
             return None
+        # Among the positional arguments the optimiser itself comes first.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._meet(number, optimizer, math.nan)
@@ -66,6 +67,7 @@ class OptimizerSteps:
 
         def event() -> dict[str, float]:
             compared[:] = self._to_compare(optimizer)
+            # One number for the optimiser, and for the size of its gradients.
             return {"detail": 2 * number + _is_scaled(optimizer), "loss": loss, **digest(compared)}
 
         events, _ = self._meetings.meet(Kind.STEP, event)
