@@ -32,10 +32,10 @@ __all__ = [
 
 # The resident set is the CPU's reading.
 _resident = ResidentSet()
-# By device, the peak before a watch reset it: `read_memory` includes it.
-_earlier_peaks: dict[str, int] = {}
-# By device, the largest peak before any reset: `peak_of_process` includes it.
-_before_resets: dict[str, int] = {}
+# By device, the peak before a watch reset it, which `read_memory` still includes: a watch is hidden from others.
+_peaks_before_watches: dict[str, int] = {}
+# By device, the largest peak before any reset, which `peak_of_process` still includes.
+_peaks_of_process: dict[str, int] = {}
 # Watches that are in use, started by threads of several devices. A reset lets them note the peak that it forgets.
 _watches: "WeakSet[PeakWatch]" = WeakSet()
 _watches_lock = Lock()
@@ -86,6 +86,9 @@ class MemoryReading:
     peak: int | None
 
 
+# Devices
+
+
 def list_devices(only: Collection[str] | None = None) -> list[DeviceInfo]:
     """List the CPU, then the visible CUDA devices in order, then MPS.
 
@@ -114,6 +117,76 @@ def list_devices(only: Collection[str] | None = None) -> list[DeviceInfo]:
     return devices
 
 
+def _cpu() -> DeviceInfo:
+    memory = psutil.virtual_memory()
+    # The affinity counts the cores of this process; not all systems report it.
+    if hasattr(os, "sched_getaffinity"):
+        cores: int | None = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count()
+    return DeviceInfo(
+        device="cpu",
+        name=_cpu_name(),
+        memory_total=memory.total,
+        memory_free=memory.available,
+        cores=cores,
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            if name:
+                return name
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _cuda(index: int) -> DeviceInfo:
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        free = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError:
+        # There is no room for a context, or another process uses the device exclusively.
+        free = None
+    return DeviceInfo(
+        device=f"cuda:{index}",
+        name=properties.name,
+        index=index,
+        physical=_physical(index),
+        uuid=f"GPU-{properties.uuid}",
+        memory_total=properties.total_memory,
+        memory_free=free,
+        compute_capability=(properties.major, properties.minor),
+        cores=properties.multi_processor_count,
+    )
+
+
+def _physical(index: int) -> int | str:
+    """Return the entry of a device in CUDA_VISIBLE_DEVICES, whose entries CUDA numbers in order."""
+    entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    # A variable that was set after CUDA had started may have any text.
+    if index >= len(entries):
+        return index
+    entry = entries[index].strip()
+    if entry.isdecimal():
+        return int(entry)
+    return entry or index
+
+
+def _mps() -> DeviceInfo:
+    total = torch.mps.recommended_max_memory()
+    free = max(0, total - torch.mps.driver_allocated_memory())
+    return DeviceInfo(device="mps", name=f"{platform.machine()} GPU", memory_total=total, memory_free=free)
+
+
+# Readings
+
+
 def read_memory(device: str | torch.device) -> MemoryReading:
     """Read the memory that this process holds on a device.
 
@@ -129,10 +202,10 @@ def read_memory(device: str | torch.device) -> MemoryReading:
         True
     """
     reading = _read(_readable(device))
-    earlier_peak = _earlier_peaks.get(reading.device, 0)
-    if reading.peak is None or reading.peak >= earlier_peak:
+    peak_before_watch = _peaks_before_watches.get(reading.device, 0)
+    if reading.peak is None or reading.peak >= peak_before_watch:
         return reading
-    return replace(reading, peak=earlier_peak)
+    return replace(reading, peak=peak_before_watch)
 
 
 def _read(device: torch.device) -> MemoryReading:
@@ -159,6 +232,51 @@ def _read(device: torch.device) -> MemoryReading:
     return MemoryReading(device=str(device), allocated=allocated, reserved=reserved, peak=peak)
 
 
+def free_memory(device: str | torch.device) -> int | None:
+    """Return the memory of a device that this process can still allocate, in bytes; None if unknown.
+
+    Args:
+        device: The device, such as "cpu" or "cuda:0". CUDA is read only if it is in use. The cache of torch's allocator
+            counts as free.
+
+    Example:
+        >>> free_memory("cpu") > 0
+        True
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type != "cuda" or not _cuda_in_use():
+        return None
+    reading = read_memory(device)
+    cached = (reading.reserved or 0) - reading.allocated
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def _readable(device: str | torch.device) -> torch.device:
+    """Return a device with its index; refuse kinds without readings."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigurationError(
+            f"Memory is read from 'cpu', 'cuda' and 'mps' devices, but {str(device)!r} was given."
+            " Leave this device out."
+        )
+    if str(device) != "cuda":
+        return device
+    index = 0
+    # Reading the present device would initialise CUDA.
+    if _cuda_in_use():
+        index = torch.cuda.current_device()
+    return torch.device("cuda", index)
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+# Peaks
+
+
 def peak_of_process(device: str | torch.device) -> int | None:
     """Return the largest amount that was ever allocated on a device, in bytes, in spite of resets.
 
@@ -172,7 +290,7 @@ def peak_of_process(device: str | torch.device) -> int | None:
     peak = read_memory(device).peak
     if peak is None:
         return None
-    return max(peak, _before_resets.get(str(device), 0))
+    return max(peak, _peaks_of_process.get(str(device), 0))
 
 
 def reset_peak(device: str | torch.device) -> None:
@@ -186,12 +304,12 @@ def reset_peak(device: str | torch.device) -> None:
         ConfigurationError: If there are no readings for this kind of device.
     """
     device = _readable(device)
-    _before_resets[str(device)] = peak_of_process(device) or 0
+    _peaks_of_process[str(device)] = peak_of_process(device) or 0
     with _watches_lock:
         watches = [watch for watch in _watches if watch.device == device]
     for watch in watches:
         watch.note_peak()
-    _earlier_peaks.pop(str(device), None)
+    _peaks_before_watches.pop(str(device), None)
     if device.type == "cpu":
         _resident.reset()
     elif device.type == "cuda" and _cuda_in_use():
@@ -263,7 +381,7 @@ class PeakWatch:
         peak_for_others = read_memory(self.device).peak
         reset_peak(self.device)
         if peak_for_others is not None:
-            _earlier_peaks[str(self.device)] = peak_for_others
+            _peaks_before_watches[str(self.device)] = peak_for_others
         self._noted_peak = 0
 
     def note_peak(self) -> None:
@@ -277,112 +395,3 @@ class PeakWatch:
         if peak is None:
             peak = reading.allocated
         return max(peak, self._noted_peak)
-
-
-def free_memory(device: str | torch.device) -> int | None:
-    """Return the memory of a device that this process can still allocate, in bytes; None if unknown.
-
-    Args:
-        device: The device, such as "cpu" or "cuda:0". CUDA is read only if it is in use. The cache of torch's allocator
-            counts as free.
-
-    Example:
-        >>> free_memory("cpu") > 0
-        True
-    """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    if device.type != "cuda" or not _cuda_in_use():
-        return None
-    reading = read_memory(device)
-    cached = (reading.reserved or 0) - reading.allocated
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
-
-
-def _cpu() -> DeviceInfo:
-    memory = psutil.virtual_memory()
-    # The affinity counts the cores of this process; not all systems report it.
-    if hasattr(os, "sched_getaffinity"):
-        cores: int | None = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
-    return DeviceInfo(
-        device="cpu",
-        name=_cpu_name(),
-        memory_total=memory.total,
-        memory_free=memory.available,
-        cores=cores,
-    )
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    for line in text.splitlines():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            if name:
-                return name
-    return platform.processor() or platform.machine() or "CPU"
-
-
-def _cuda(index: int) -> DeviceInfo:
-    properties = torch.cuda.get_device_properties(index)
-    try:
-        free = torch.cuda.mem_get_info(index)[0]
-    except RuntimeError:
-        # There is no room for a context, or another process uses the device exclusively.
-        free = None
-    return DeviceInfo(
-        device=f"cuda:{index}",
-        name=properties.name,
-        index=index,
-        physical=_physical(index),
-        uuid=f"GPU-{properties.uuid}",
-        memory_total=properties.total_memory,
-        memory_free=free,
-        compute_capability=(properties.major, properties.minor),
-        cores=properties.multi_processor_count,
-    )
-
-
-def _physical(index: int) -> int | str:
-    """Return the entry of a device in CUDA_VISIBLE_DEVICES, whose entries CUDA numbers in order."""
-    entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    # A variable that was set after CUDA had started may have any text.
-    if index >= len(entries):
-        return index
-    entry = entries[index].strip()
-    if entry.isdecimal():
-        return int(entry)
-    return entry or index
-
-
-def _mps() -> DeviceInfo:
-    total = torch.mps.recommended_max_memory()
-    free = max(0, total - torch.mps.driver_allocated_memory())
-    return DeviceInfo(device="mps", name=f"{platform.machine()} GPU", memory_total=total, memory_free=free)
-
-
-def _readable(device: str | torch.device) -> torch.device:
-    """Return a device with its index; refuse kinds without readings."""
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise ConfigurationError(
-            f"Memory is read from 'cpu', 'cuda' and 'mps' devices, but {str(device)!r} was given."
-            " Leave this device out."
-        )
-    if str(device) != "cuda":
-        return device
-    index = 0
-    # Reading the present device would initialise CUDA.
-    if _cuda_in_use():
-        index = torch.cuda.current_device()
-    return torch.device("cuda", index)
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -41,11 +41,15 @@ _UNITS = {
     "MiB": 2**20,
     "GiB": 2**30,
 }
-# The first form is that of CUDA's allocator, the second that of the CPU's.
-_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) bytes")
-_FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
-_ALLOCATED = re.compile(r"Of the allocated memory ([\d.]+) (bytes|KiB|MiB|GiB) is allocated by PyTorch")
-_DEVICE = re.compile(r"GPU (\d+) has a total capacity")
+_SIZE = r"(?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)"
+# The first form is that of CUDA's allocator, the second that of the CPU's, which has no other unit than bytes.
+_REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}|you tried to allocate (?P<bytes>\d+) bytes")
+_FREE = re.compile(rf"of which {_SIZE} is free")
+_ALLOCATED = re.compile(rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
+_DEVICE = re.compile(r"GPU (?P<index>\d+) has a total capacity")
+
+
+# Events, and the reactions of callbacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,9 @@ class Split:
             check_whole(f"{name} of a Split", value, least=0)
 
 
+# Errors and their messages
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means a lack of memory, on any device.
 
@@ -160,9 +167,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def requested_bytes(message: str) -> int | None:
     """Return the requested bytes in an allocator's message, None without them."""
     match = _REQUESTED.search(message)
-    # The third group is the number of the CPU's allocator, which has no other unit than bytes.
-    if match is not None and match[3]:
-        return int(float(match[3]))
+    if match is not None and match["bytes"]:
+        return int(match["bytes"])
     return _bytes(match)
 
 
@@ -181,11 +187,11 @@ def device_of(message: str) -> str | None:
     match = _DEVICE.search(message)
     if match is None:
         return None
-    return f"cuda:{match[1]}"
+    return f"cuda:{match['index']}"
 
 
 def _bytes(match: re.Match[str] | None) -> int | None:
-    """Return the bytes of a match: the first group is a number, the second its unit."""
+    """Return the bytes of a match of `_SIZE`; None without one."""
     if match is None:
         return None
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match["number"]) * _UNITS[match["unit"]])
