@@ -50,7 +50,7 @@ class Display:
         for handler, _ in self._diverted:
             handler.setStream(sys.stderr)
 
-    def keep(self, lines: Text) -> None:
+    def write_lines(self, lines: Text) -> None:
         """Write lines that stay, above those that are redrawn."""
         self.console.print(self._encodable(lines), soft_wrap=True)
 

@@ -374,7 +374,7 @@ class ProgressBar(_LightningProgressBar):
         metrics = self._read_metrics(wait=True)
         now = monotonic()
         if display.animated:
-            display.keep(self._layout.compose([epoch], metrics, width=display.console.width, now=now))
+            display.write_lines(self._layout.compose([epoch], metrics, width=display.console.width, now=now))
         else:
             display.write(plain_line(epoch, metrics, now=now) + "\n")
         self._epoch_track = None

@@ -24,10 +24,10 @@ def marks_of(tensors: Mapping[str, Tensor], *, contents: bool = False) -> dict[s
     if contents:
         # All sums are begun before one is read, which waits for the device.
         sums = [_sum_of_bits(tensor) if has_digest(tensor) else None for tensor in tensors.values()]
-        others: list[int | None] = [None if bits is None else int(bits) for bits in sums]
+        details: list[int | None] = [None if bits is None else int(bits) for bits in sums]
     else:
-        others = list(map(_memory, tensors.values()))
-    return dict(zip(tensors, zip(counts, others, strict=True), strict=True))
+        details = list(map(_memory, tensors.values()))
+    return dict(zip(tensors, zip(counts, details, strict=True), strict=True))
 
 
 # What the bits of an element are read as, by its size in bytes.

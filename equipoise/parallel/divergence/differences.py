@@ -61,26 +61,24 @@ def differences(digests: Sequence[Digests]) -> Iterator[Difference]:
     Args:
         digests: Those of each process, by rank.
     """
-    # 1. The processes that hold each part.
-    holders: dict[str, dict[int, dict[str, int]]] = {}
+    # 1. For each part, the digests of the processes that hold it, by rank.
+    holders_of_parts: dict[str, dict[int, dict[str, int]]] = {}
     for rank, parts in enumerate(digests):
-        for part, values in parts.items():
-            of_part = holders.setdefault(part, {})
-            of_part[rank] = values
+        for part, digests_of_part in parts.items():
+            holders_of_parts.setdefault(part, {})[rank] = digests_of_part
 
-    # 2. Their values of each tensor, which a process may lack.
-    for of_part in holders.values():
+    # 2. For each tensor, which a process may lack, the ranks by its digest.
+    for holders in holders_of_parts.values():
         names: dict[str, int] = {}
-        for values in of_part.values():
-            names.update(values)
+        for digests_of_rank in holders.values():
+            names.update(digests_of_rank)
         for name in names:
-            groups: dict[int | None, list[int]] = {}
-            for rank, values in of_part.items():
-                groups.setdefault(values.get(name), []).append(rank)
-            if len(groups) > 1:
-                by_size = list(groups.values())
-                by_size.sort(key=len, reverse=True)
-                yield Difference(name, by_size)
+            ranks_by_digest: dict[int | None, list[int]] = {}
+            for rank, digests_of_rank in holders.items():
+                ranks_by_digest.setdefault(digests_of_rank.get(name), []).append(rank)
+            if len(ranks_by_digest) > 1:
+                groups = sorted(ranks_by_digest.values(), key=len, reverse=True)
+                yield Difference(name, groups)
 
 
 def divergence_error(differing: Sequence[Difference], agreed: int, now: int) -> StepError:

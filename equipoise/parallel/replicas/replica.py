@@ -365,4 +365,5 @@ def _is_equal(value: Any, other: Any) -> bool:
     """Return True if two attributes are the same object, or equal plain values."""
     if value is other:
         return True
-    return type(value) is type(other) and isinstance(value, (bool, int, float, str)) and bool(value == other)
+    is_plain = isinstance(value, (bool, int, float, str))
+    return is_plain and type(value) is type(other) and bool(value == other)

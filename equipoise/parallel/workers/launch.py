@@ -88,7 +88,7 @@ def launch(
                     worker = WorkerProcess.start(context, rank, task)
                     workers.append(worker)
             # 3. Wait for all, and unpack the result of the first.
-            layout_of_result = _supervise(workers, signals, min(_UNTIL_CAUSE, timeout / 4))
+            layout_of_result = _supervise(workers, until_cause=min(_UNTIL_CAUSE, timeout / 4), signals=signals)
         return result.unpack(layout_of_result, known)  # type: ignore[no-any-return]
     finally:
         for worker in workers:
@@ -97,15 +97,15 @@ def launch(
         result.close()
 
 
-def _supervise(workers: list[WorkerProcess], signals: int | None, until_cause: float) -> PayloadLayout:
-    """Wait for all workers, and return the layout of the first one's result."""
+def _supervise(workers: list[WorkerProcess], *, until_cause: float, signals: int | None) -> PayloadLayout:
+    """Wait for all workers, and return the layout of the first one's result; see `_gather_reports`."""
     # 1. Gather reports.
     try:
-        _gather_reports(workers, None, until_cause, signals)
+        _gather_reports(workers, until_cause=until_cause, signals=signals)
     except KeyboardInterrupt:
         for worker in workers:
             worker.send_signal(signal.SIGINT)
-        _gather_reports(workers, _LEAVING, until_cause)
+        _gather_reports(workers, until_cause=until_cause, seconds=_LEAVING)
         raise
     # 2. Raise the first cause of a failure.
     reports = [worker.report for worker in workers if worker.report is not None]
@@ -120,14 +120,14 @@ def _supervise(workers: list[WorkerProcess], signals: int | None, until_cause: f
 
 
 def _gather_reports(
-    workers: list[WorkerProcess], seconds: float | None, until_cause: float, signals: int | None = None
+    workers: list[WorkerProcess], *, until_cause: float, seconds: float | None = None, signals: int | None = None
 ) -> None:
     """Receive reports until all have arrived, or one failed and the others had time to report the cause.
 
     Args:
         workers: All workers.
-        seconds: Longest time; None: without limit.
-        until_cause: Longest time after a failure that may follow from another one.
+        until_cause: Longest time in seconds after a failure that may follow from another one.
+        seconds: Longest time in seconds. Default: None, without limit.
         signals: A descriptor that yields the signals to forward, a byte each. From a SIGTERM on, the time is
             `_TERMINATING` at most. Default: None, no signal is forwarded.
     """

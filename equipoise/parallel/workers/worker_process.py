@@ -22,7 +22,8 @@ _FIRST_LINE = 10.0
 _NEXT_LINE = 0.2
 # Seconds that a worker has to leave after its report.
 _LEAVING = 3.0
-_EXIT_CODES = {255: " The server that starts processes may have been ended, or cannot tell how the process ended."}
+# Further sentences of a message, by exit code.
+_HINTS = {255: " The server that starts processes may have been ended, or cannot tell how the process ended."}
 
 
 @dataclass
@@ -92,7 +93,7 @@ class WorkerProcess:
         if code < 0:
             # A process that aborts has written its stack before its end.
             return Report(self.rank, now, text=self._written_stack(timeout=0), signal=-code)
-        hint = _EXIT_CODES.get(code, "")
+        hint = _HINTS.get(code, "")
         return Report(self.rank, now, text=f"It left with exit code {code}.{hint}")
 
     def send_signal(self, number: int) -> None:

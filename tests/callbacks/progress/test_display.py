@@ -149,7 +149,7 @@ class TestDisplay:
         display.show(Text("one\nmore"))
         assert (terminal.text, terminal.cursor_visible) == ("one\nmore", False)
         display.show(Text("two"))
-        display.keep(Text("kept"))
+        display.write_lines(Text("kept"))
         display.write("said [bold]:smile:")
         assert terminal.text == "kept\nsaid [bold]:smile:\ntwo"
         display.close(keep=False)

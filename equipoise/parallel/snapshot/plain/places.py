@@ -95,13 +95,15 @@ def put(roots: Mapping[str, Root], path: Sequence[Step], value: Any) -> None:
 def delete(roots: Mapping[str, Root], path: Sequence[Step]) -> None:
     """Delete an attribute or item, if it is there."""
     container, key = _place(roots, path)
+    if container is None:
+        return
     try:
         del container[key]
     except LookupError:
+        # Nothing is there.
         pass
     except TypeError:
-        if container is not None:
-            _warn_of_another(path)
+        _warn_of_another(path)
 
 
 def _warn_of_another(path: Sequence[Step]) -> None:

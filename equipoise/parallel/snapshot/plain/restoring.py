@@ -87,7 +87,7 @@ def differing(roots: Mapping[str, Root], state: State, present_run: PlainState) 
             yield name, place
 
 
-class _Kept(NamedTuple):
+class _Target(NamedTuple):
     """An object that stays, and takes the contents of a saved one.
 
     Attributes:
@@ -106,17 +106,17 @@ def _restore_values(roots: Mapping[str, Root], state: State, device: torch.devic
     values = list(saved_values(state))
     devices = [device if saved.is_elsewhere else _CPU for saved in values]
     # 1. Others may refer to an object that had been changed in place, so it stays, and stands for the saved one.
-    kept_by_id: dict[int, _Kept] = {}
+    targets: dict[int, _Target] = {}
     for saved, here in zip(values, devices, strict=True):
         if not saved.was_replaced:
-            _keep(_Kept(find(roots, saved.path), saved.value, here), kept_by_id, memory_of_weights)
+            _add_target(_Target(find(roots, saved.path), saved.value, here), targets, memory_of_weights)
     # This adds more of them.
-    for kept in list(kept_by_id.values()):
-        _keep_items(kept, kept_by_id, memory_of_weights)
+    for target in list(targets.values()):
+        _add_items(target, targets, memory_of_weights)
     # Of several objects that could stand for one value the first does.
-    copies: Copies = {id(kept.value): (kept.value, kept.present) for kept in reversed(kept_by_id.values())}
-    for kept in kept_by_id.values():
-        _fill(kept.present, kept.value, partial(copied, device=kept.device, copies=copies))
+    copies: Copies = {id(target.value): (target.value, target.present) for target in reversed(targets.values())}
+    for target in targets.values():
+        _fill(target.present, target.value, partial(copied, device=target.device, copies=copies))
     # 2. The others. The changes may be brought back again, so what returns is a copy.
     for saved, here in zip(values, devices, strict=True):
         copy = copied(saved.value, here, copies)
@@ -131,20 +131,20 @@ def _member(present: Any, description: str) -> Enum | None:
     return next((member for member in type(present) if description_of(member) == description), None)
 
 
-def _keep(candidate: _Kept, kept_by_id: dict[int, _Kept], memory_of_weights: frozenset[int | None]) -> None:
-    """Let an object stay if it can take the contents of the saved value."""
+def _add_target(candidate: _Target, targets: dict[int, _Target], memory_of_weights: frozenset[int | None]) -> None:
+    """Add an object if it can take the contents of the saved value."""
     if _is_alike(candidate.present, candidate.value, memory_of_weights):
-        kept_by_id.setdefault(id(candidate.present), candidate)
+        targets.setdefault(id(candidate.present), candidate)
 
 
-def _keep_items(parent: _Kept, kept_by_id: dict[int, _Kept], memory_of_weights: frozenset[int | None]) -> None:
-    """Keep the containers in a dictionary, which may be attributes, too."""
+def _add_items(parent: _Target, targets: dict[int, _Target], memory_of_weights: frozenset[int | None]) -> None:
+    """Add the containers in a dictionary, which may be attributes, too."""
     if isinstance(parent.present, dict) and isinstance(parent.value, dict):
         for key, item in parent.present.items():
             if not isinstance(item, Tensor):
-                candidate = _Kept(item, parent.value.get(key), parent.device)
-                _keep(candidate, kept_by_id, memory_of_weights)
-                _keep_items(candidate, kept_by_id, memory_of_weights)
+                candidate = _Target(item, parent.value.get(key), parent.device)
+                _add_target(candidate, targets, memory_of_weights)
+                _add_items(candidate, targets, memory_of_weights)
 
 
 def _is_alike(present: Any, value: Any, memory_of_weights: frozenset[int | None]) -> bool:

@@ -77,7 +77,7 @@ class Contents:
             length = None
             if hasattr(value, "__len__"):
                 length = len(value)
-            return Content((id(value), length), largest + 1)
+            return Content(digest=(id(value), length), size=largest + 1)
         except (_OtherError, pickle.PicklingError, RecursionError):
             return None
         return Content(
