@@ -26,7 +26,6 @@ from equipoise.extensions.compiled.variants import Variant, Variants
 from equipoise.extensions.compiled.ways import Capturing, Compiling, Way
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.interop.torch.modules import has_global_hooks, has_gradient_hooks
-from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.precision import Precision
@@ -64,7 +63,6 @@ class CompiledStep(AutomaticStep):
         state: The settings and optimisers.
         precision: The precision.
         module: The user's module. This and all others are arguments of `AutomaticStep`.
-        processes: The processes of the run.
         hooks: The hooks.
     """
 
@@ -75,13 +73,12 @@ class CompiledStep(AutomaticStep):
         state: "RunState",
         precision: Precision,
         module: LightningModule,
-        processes: Processes,
         hooks: Hooks,
         *args: Any,
         skip_backward: bool,
         **kwargs: Any,
     ) -> None:
-        super().__init__(module, processes, hooks, *args, skip_backward=skip_backward, **kwargs)
+        super().__init__(module, hooks, *args, skip_backward=skip_backward, **kwargs)
         self._attributes = vars(self.module)
         self._parameters = list(self.module.parameters())
         self._optimizers = state.optimizers

@@ -6,7 +6,7 @@ asynchronous copy, so no step waits for the device.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -30,6 +30,12 @@ _MOST_WINDOWS = 10
 Watch = Callable[[StepResult, Any, int, bool], None]
 
 
+class _Step(Protocol):
+    """A training step that knows whether it has ever returned None."""
+
+    returned_none: bool
+
+
 class LossWatch:
     """Checks the losses of one fit.
 
@@ -38,10 +44,10 @@ class LossWatch:
         module: The user's module.
         strategy: The strategy.
         batches_done: Returns whether the epoch came to its last batch.
-
-    Attributes:
-        skipped: Number of calls of `training_step` that returned None.
     """
+
+    # The step of the present epoch.
+    _step: _Step
 
     def __init__(
         self, state: RunState, module: LightningModule, strategy: Strategy, batches_done: Callable[[], bool]
@@ -49,7 +55,6 @@ class LossWatch:
         self._state = state
         self._batches_done = batches_done
         self._strategy = strategy
-        self.skipped = 0
         self._has_seen_loss = False
         self._windows_without_loss = 0
         self._has_reported = False
@@ -63,18 +68,19 @@ class LossWatch:
             self._outputs = NonFiniteOutputs(module)
             self._outputs.start()
 
-    def bind(self) -> Watch | None:
-        """Return the function that the loop calls after each batch; None if no loss is checked."""
+    def bind(self, step: _Step) -> Watch | None:
+        """Return the function that the loop calls after each batch of an epoch; None if no loss is checked.
+
+        Args:
+            step: The training step of the epoch.
+        """
+        self._step = step
         if self._state.detect_nonfinite is False or self._state.barebones or self._has_reported:
             return None
         # With `detect_nonfinite=True` the user accepts that each step waits.
         if self._outputs is not None or self._strategy.root_device.type == "cpu":
             return self._check_now
         return self._check_later
-
-    def count_skipped(self) -> None:
-        """Count a call of `training_step` that returned None."""
-        self.skipped += 1
 
     def close(self) -> None:
         """End the watch, and wait for the last copy."""
@@ -125,7 +131,7 @@ class LossWatch:
     def _check_skips(self, last: bool) -> None:
         """Report if the step returned None in all of the first windows, or in all of the first epoch."""
         # Only the end of a window counts, and only as long as there was no loss.
-        if not last or not self.skipped or self._has_seen_loss or self._has_reported:
+        if not last or not self._step.returned_none or self._has_seen_loss or self._has_reported:
             return
         # A few windows without a loss are allowed.
         self._windows_without_loss += 1

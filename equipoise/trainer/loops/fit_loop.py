@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.strategies.strategy import Strategy, splitter_of
+from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.diagnostics.monitors import check_monitors
 from equipoise.trainer.evaluation.shared_metrics import separated_metrics
@@ -29,7 +29,6 @@ from equipoise.trainer.loops.stopping import Stopping
 from equipoise.trainer.loops.training_epoch import TrainingEpoch
 from equipoise.trainer.loops.validation_schedule import ValidationSchedule
 from equipoise.trainer.optimization.configuration.schedulers import Schedulers
-from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
 from equipoise.trainer.optimization.training_steps import TrainingSteps
 from equipoise.trainer.runtime.preflight import warn_of_eval_mode
 from equipoise.trainer.runtime.run_data import RunData
@@ -75,7 +74,6 @@ class FitLoop:
     position: PositionOfRun
     hook_state: HookState
     schedulers: Schedulers
-    weight: BatchWeight
     optimization: "AutomaticOptimization | ManualOptimization"
 
     def __init__(
@@ -154,7 +152,6 @@ class FitLoop:
         hooks = self.hooks
         # 1. Bind what belongs to this run, and request the loaders.
         self.schedulers = Schedulers(self.state, module, strategy.processes, hooks, self.logs, self._awaits_validation)
-        self.weight = BatchWeight(splitter_of(strategy, module), strategy.processes.data.world_size)
         self.training_steps.begin()
         if self.resumption is None:
             self.load_data()
@@ -304,7 +301,7 @@ class FitLoop:
         """Draw the epoch's order, or continue that of a resumed epoch."""
         data = self.fit.data
         data.make_stream()
-        self.weight.counts = data.open_stream.counts
+        self.training_steps.weight.counts = data.open_stream.counts
         if self.resumption is None:
             self.hook_state.note_order()
             data.draw_order()
@@ -340,12 +337,7 @@ class FitLoop:
 
     def _run_epoch(self) -> None:
         assert self.loss_watch is not None
-        self.optimization = self.training_steps.of_epoch(
-            self.fit.window,
-            self.weight,
-            skip_backward=self.fit.skip_backward,
-            count_skipped=self.loss_watch.count_skipped,
-        )
+        self.optimization = self.training_steps.of_epoch(self.fit.window, skip_backward=self.fit.skip_backward)
         self._close_epoch_hooks = self.optimization.close
         epoch = TrainingEpoch(
             self.state,

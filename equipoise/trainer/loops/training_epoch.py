@@ -79,7 +79,7 @@ class TrainingEpoch:
         batch_end = hooks.bind("on_train_batch_end")
         before_transfer = hooks.bind("on_before_batch_to_device")
         after_batch = self.after_batch
-        watch = self.loss_watch.bind()
+        watch = self.loss_watch.bind(self.optimization.step)
         read_outputs = self.optimization.outputs if hooks.uses_outputs() else None
         # The list itself: callbacks may add to it.
         scheduled = self.state.lr_scheduler_configs

@@ -24,25 +24,17 @@ from torch.optim import LBFGS, Optimizer
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.interop.lightning.optimizers import closure_not_called
 from equipoise.interop.torch.optimizers import may_decide_by_loss, plain_step
-from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.parallel.step_protocols import NO_RESULT, PartialOutputs, StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer, StrategyOptimizers
-from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import Hooks
-from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
-from equipoise.trainer.optimization.steps.backward import Backward
-from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
-from equipoise.trainer.optimization.steps.module_step import training_forward_context
-from equipoise.trainer.optimization.steps.step_extension import InnerStep, StepClass, step_extensions
 from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
 from equipoise.trainer.state.run_state import RunState
 
 if TYPE_CHECKING:
     from equipoise.trainer.optimization.steps.scaled_steps import ScaledSteps
-    from equipoise.trainer.recovery.micro_batching import FittingSizes
     from equipoise.trainer.recovery.recovery import Recovery
 
 __all__ = ["AutomaticOptimization"]
@@ -57,6 +49,15 @@ class AutomaticOptimization:
     It is bound for an epoch: callbacks may change the optimiser and the window between epochs. It is called with the
     parts of a batch, the number of the batch, and whether the accumulation window ends with it.
 
+    Args:
+        state: The optimisers and counters.
+        strategy: The strategy.
+        hooks: The hooks.
+        gradients: The gradients of the accumulation window.
+        step: The training step.
+        recovery: Repeats the computation after an out-of-memory error; None if no callback decides about these errors.
+        as_lightning: Returns an optimiser in the form in which `optimizer_step` receives it.
+
     Attributes:
         step: The training step.
         backward: The backward, for Lightning's `manual_backward`.
@@ -66,71 +67,38 @@ class AutomaticOptimization:
     _last_loss: Tensor | None = None
     # Whether the present step ends a window after its last batch.
     _ends_early = False
-    # Their modules are loaded in runs that need them.
+    # Its module is loaded in runs that need it.
     _scaled_steps: "ScaledSteps | None"
-    _recovery: "Recovery | None"
 
     def __init__(
         self,
         state: RunState,
-        module: LightningModule,
         strategy: Strategy,
         hooks: Hooks,
-        precision: Precision,
-        logs: Logs,
-        optimizer: Optimizer,
-        window: AccumulationWindow,
-        batch_weight: BatchWeight,
-        *,
+        gradients: WindowGradients,
+        step: AutomaticStep,
+        recovery: "Recovery | None",
         as_lightning: Callable[[Optimizer], LightningOptimizer],
-        skip_backward: bool,
-        count_skipped: Callable[[], None],
-        step_class: StepClass | None,
-        fitting_sizes: "FittingSizes",
     ) -> None:
         self._state = state
-        self._window = window
-        self._scaler = precision.scaler
+        self._gradients = gradients
+        self._in_backward = gradients.in_backward
+        self.step = step
+        self.backward = step.run_backward
+        self._window = gradients.window
+        self._scaler = gradients.scaler
         self._counts = state.progress.optimizer_step.current
-        self._optimizer = optimizer
-        self._are_several = _are_several(state.optimizers, module)
+        self._optimizer = gradients.optimizer
+        self._are_several = _are_several(state.optimizers, step.module)
         _check_scaler(self._scaler, self._optimizer)
         self._scaled_steps = self._start_scaler(strategy.root_device)
         self._is_alone = strategy.processes.world_size == 1
-        window.sync_reference = None if self._is_alone else strategy.processes.broadcast
 
-        # 1. The optimisers as the strategy steps them, and the gradients.
-        recovers = hooks.recovers and not skip_backward
-        optimizers = StrategyOptimizers(strategy.setup_optimizer)
-        self._gradients = WindowGradients(
-            state, strategy, hooks, precision, window, self._optimizer, optimizers, may_split=recovers
-        )
-        self._in_backward = None if skip_backward else self._inner_step()
-
-        # 2. The training step.
-        self.step: AutomaticStep = (step_class or AutomaticStep)(
-            module,
-            strategy.processes,
-            hooks,
-            logs,
-            training_forward_context(state, module, strategy, precision),
-            Backward(strategy, hooks, precision),
-            window,
-            batch_weight,
-            self._gradients.zero if self._in_backward is None else self._in_backward.begin,
-            skip_backward=skip_backward,
-            count_skipped=count_skipped,
-        )
-        self.backward = self.step.run_backward
-
-        # 3. Recovery around the computation and the optimiser's step, if a callback decides about out-of-memory errors.
-        self._recovery = None
+        # 1. Recovery around the computation and the optimiser's step.
+        self._recovery = recovery
         self._forward_backward: ForwardBackward = strategy.forward_backward
-        self._optimizers = optimizers
-        if recovers:
-            from equipoise.trainer.recovery.recovery import Recovery
-
-            recovery = self._recovery = Recovery(state, module, strategy, hooks, logs, self.step, fitting_sizes)
+        self._optimizers = optimizers = gradients.optimizers
+        if recovery is not None:
             self._forward_backward = recovery
             self._optimizers = StrategyOptimizers(lambda optimizer: recovery.protect(optimizers.of(optimizer)))
         self._forward_backward = hooks.wrapped(self._forward_backward, hooks.action_of_strategy("forward_backward"))
@@ -141,10 +109,10 @@ class AutomaticOptimization:
         if has_parts and self.backward.is_seen:
             from equipoise.parallel.divergence.unfinished_gradients import UnfinishedGradients
 
-            self.backward.watch(UnfinishedGradients(module).read_by)
+            self.backward.watch(UnfinishedGradients(step.module).read_by)
             self._compute_last = self._compute_and_follow_later
 
-        # 4. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is
+        # 2. The order of computation and optimiser's step. A closure costs more than all else in a small step, so it is
         #    left out if neither the optimiser nor the user can tell. A scaler takes no closure, and several optimisers
         #    receive none.
         self._user_step = hooks.bind_module("optimizer_step")
@@ -177,20 +145,6 @@ class AutomaticOptimization:
         # A scaler begins to work with the first loss, but a process may have no loss in its first window.
         self._scaler.scale(torch.zeros((), device=device))
         return ScaledSteps(self._scaler)
-
-    def _inner_step(self) -> InnerStep | None:
-        """Return the optimiser's step within the backward; None if it comes after the backward."""
-        state = self._state
-
-        def clip(optimizer: Optimizer) -> None:
-            if state.gradient_clip_val:
-                self._gradients.clip(optimizer)
-
-        for extension in step_extensions(state):
-            inner_step = extension.inner_step(state, self._optimizer, self._gradients.zero, clip)
-            if inner_step is not None:
-                return inner_step
-        return None
 
     def unscale(self, optimizer: Any) -> None:
         """Do nothing: the gradients are unscaled before the user sees them."""

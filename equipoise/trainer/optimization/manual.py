@@ -202,6 +202,8 @@ class _ManualStep(ModuleStep):
     """Run the training step, in which the user runs backward and steps the optimisers."""
 
     begins_window = True
+    # Steps by hand may return nothing.
+    returned_none = False
     window = None
 
     def __init__(

@@ -9,12 +9,16 @@ from torch.optim import Optimizer
 
 from equipoise.parallel.batches.weighting import AccumulationWindow
 from equipoise.precision import Precision
-from equipoise.strategies.strategy import Strategy
+from equipoise.strategies.strategy import Strategy, splitter_of
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.optimization.automatic import AutomaticOptimization
+from equipoise.trainer.optimization.steps.automatic_step import AutomaticStep
+from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight
+from equipoise.trainer.optimization.steps.module_step import training_forward_context
 from equipoise.trainer.optimization.steps.step_extension import StepClass, step_extensions
+from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
 from equipoise.trainer.state.run_state import RunState
 
 if TYPE_CHECKING:
@@ -36,7 +40,12 @@ class TrainingSteps:
         precision: The precision.
         logs: The logged values.
         as_lightning: Returns an optimiser in the form in which `optimizer_step` receives it.
+
+    Attributes:
+        weight: Finds the weight of a batch.
     """
+
+    weight: BatchWeight
 
     def __init__(
         self,
@@ -74,44 +83,54 @@ class TrainingSteps:
         return self._combined
 
     def begin(self) -> None:
-        """Let the extensions prepare their steps, once the module is placed and there are optimisers."""
+        """Prepare the steps, once the module is placed and there are optimisers."""
+        self.weight = BatchWeight(splitter_of(self._strategy, self._module), self._strategy.processes.data.world_size)
         for extension in step_extensions(self._state):
             step_class = extension.step_class(self._state, self._module, self._strategy, self._hooks, self._precision)
             self._step_class = step_class or self._step_class
 
     def of_epoch(
-        self,
-        window: AccumulationWindow,
-        batch_weight: BatchWeight,
-        *,
-        skip_backward: bool,
-        count_skipped: Callable[[], None],
+        self, window: AccumulationWindow, *, skip_backward: bool
     ) -> "AutomaticOptimization | ManualOptimization":
         """Return what takes the steps of an epoch.
 
         Args:
             window: The accumulation window.
-            batch_weight: Finds the weight of a batch.
             skip_backward: Whether to run the forward only.
-            count_skipped: Function that is called when `training_step` has returned None.
         """
-        window.parts = self._state.accumulate_grad_batches
-        parts = (self._state, self._module, self._strategy, self._hooks, self._precision, self._logs)
-        if not self._module.automatic_optimization:
+        state = self._state
+        module = self._module
+        strategy = self._strategy
+        hooks = self._hooks
+        precision = self._precision
+        window.parts = state.accumulate_grad_batches
+        if not module.automatic_optimization:
             from equipoise.trainer.optimization.manual import ManualOptimization
 
-            return ManualOptimization(*parts, batch_weight)
-        return AutomaticOptimization(
-            *parts,
-            self.stepped_optimizer(),
-            window,
-            batch_weight,
-            as_lightning=self._as_lightning,
-            skip_backward=skip_backward,
-            count_skipped=count_skipped,
-            step_class=self._step_class,
-            fitting_sizes=self._fitting_sizes,
+            return ManualOptimization(state, module, strategy, hooks, precision, self._logs, self.weight)
+
+        # 1. The gradients, and the step that computes them.
+        gradients = WindowGradients(
+            state, strategy, hooks, precision, window, self.stepped_optimizer(), skip_backward=skip_backward
         )
+        step: AutomaticStep = (self._step_class or AutomaticStep)(
+            module,
+            hooks,
+            self._logs,
+            training_forward_context(state, module, strategy, precision),
+            Backward(strategy, hooks, precision),
+            gradients,
+            self.weight,
+            skip_backward=skip_backward,
+        )
+
+        # 2. Another attempt, if a callback decides about out-of-memory errors.
+        recovery = None
+        if hooks.recovers and not skip_backward:
+            from equipoise.trainer.recovery.recovery import Recovery
+
+            recovery = Recovery(state, module, strategy, hooks, self._logs, step, self._fitting_sizes)
+        return AutomaticOptimization(state, strategy, hooks, gradients, step, recovery, self._as_lightning)
 
     def close(self) -> None:
         """Release what the steps of a run share."""

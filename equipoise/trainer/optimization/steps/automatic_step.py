@@ -9,8 +9,7 @@ from torch import Tensor
 
 from equipoise.errors import StepError
 from equipoise.memory.out_of_memory import Phase
-from equipoise.parallel.batches.weighting import AccumulationWindow, Weight
-from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import NO_RESULT, StepResult
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logs import Logs
@@ -18,6 +17,7 @@ from equipoise.trainer.optimization.steps.backward import Backward
 from equipoise.trainer.optimization.steps.batch_weight import BatchWeight, check_weight
 from equipoise.trainer.optimization.steps.module_step import EXPLAINED, ModuleStep, explain_error
 from equipoise.trainer.optimization.steps.step_extension import Context
+from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
 
 __all__ = ["AutomaticStep"]
 
@@ -35,52 +35,47 @@ class AutomaticStep(ModuleStep):
 
     Args:
         module: The user's module.
-        processes: The processes of the run.
         hooks: The hooks.
         logs: The logged values.
         forward_context: The context in which the training step runs; None if it needs none.
         backward: The backward.
-        window: The accumulation window.
+        gradients: The gradients of the accumulation window.
         batch_weight: Finds the weight of a batch.
-        zero_grad: Function that zeroes the gradients. It receives the number of the batch.
         skip_backward: Whether to run the forward only.
-        count_skipped: Function that is called when `training_step` has returned None.
 
     Attributes:
         batch_idx: The number of the batch.
         begins_window: True if the gradients of an earlier window are still there.
         window: The accumulation window.
         run_backward: The backward.
+        returned_none: True once `training_step` has returned None.
     """
 
     def __init__(
         self,
         module: LightningModule,
-        processes: Processes,
         hooks: Hooks,
         logs: Logs,
         forward_context: Context | None,
         backward: Backward,
-        window: AccumulationWindow,
+        gradients: WindowGradients,
         batch_weight: BatchWeight,
-        zero_grad: Callable[[int], None],
         *,
         skip_backward: bool,
-        count_skipped: Callable[[], None],
     ) -> None:
         super().__init__(module, hooks, logs, "training_step", forward_context)
         self.batch_idx = 0
         self.begins_window = True
-        self.window = window
+        self.returned_none = False
+        self.window = gradients.window
         self.run_backward = backward
-        self._zero_grad = zero_grad
+        self._zero_grad = gradients.begin
         self._skip_backward = skip_backward
-        self._count_skipped = count_skipped
         self._batch_weight = batch_weight
-        # One process that computes a window together needs no weights, unless it does as several do.
-        self._is_alone = processes.world_size == 1 and not processes.has_one_state
-        is_unweighed = window.parts == 1 and self._is_alone
-        self._usual_weight_of: WeightOf | None = None if is_unweighed else batch_weight
+        self._is_shared = gradients.is_shared
+        # One process that computes a window together needs no weights.
+        is_weighed = self.window.parts > 1 or self._is_shared
+        self._usual_weight_of: WeightOf | None = batch_weight if is_weighed else None
         self._weight_of: WeightOf | None = self._usual_weight_of
         # True if the present batch, or micro-batch, had its backward.
         self._had_backward = False
@@ -152,7 +147,7 @@ class AutomaticStep(ModuleStep):
         weight = None
         if not isinstance(output, Tensor):
             if output is None:
-                self._count_skipped()
+                self.returned_none = True
                 return NO_RESULT
             loss, weight = _loss_and_weight(output)
 
@@ -164,7 +159,7 @@ class AutomaticStep(ModuleStep):
     def result(self, output: Any, size: int, logged: Sequence[Any]) -> StepResult:
         """Return the result of a part. It weighs as many samples as it has, unless the user returned a weight."""
         if output is None:
-            self._count_skipped()
+            self.returned_none = True
             return StepResult(None, 0, None, logged)
         if isinstance(output, Tensor):
             return StepResult(output, size, output, logged)
@@ -212,7 +207,7 @@ class AutomaticStep(ModuleStep):
 
     def _add_nothing(self) -> None:
         """Add a part without weight: the first part fixes the reference weight, in all processes."""
-        if not self._is_alone:
+        if self._is_shared:
             self.window.add(0)
 
 

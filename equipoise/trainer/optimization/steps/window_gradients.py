@@ -10,6 +10,7 @@ from equipoise.parallel.strategy_optimizer import StrategyOptimizers
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.optimization.steps.step_extension import InnerStep, step_extensions
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["WindowGradients"]
@@ -18,7 +19,22 @@ __all__ = ["WindowGradients"]
 class WindowGradients:
     """The gradients of the parameters of one optimiser.
 
+    Args:
+        state: The settings and counters.
+        strategy: The strategy.
+        hooks: The hooks.
+        precision: The precision.
+        window: The accumulation window.
+        optimizer: What is stepped: the optimiser, or several of them as one.
+        skip_backward: Whether batches have a forward only.
+
     Attributes:
+        window: The accumulation window.
+        optimizer: What is stepped.
+        optimizers: The optimisers as the strategy steps them.
+        scaler: Scales the loss; None: the loss is not scaled.
+        in_backward: Steps the optimiser within the backward; None: it steps after the backward.
+        is_shared: Whether several processes add to the window, or one does as several do.
         are_weighed: Whether `finish` may weigh the gradients. Then the window must be reset after a step.
         follow: Calls `on_after_backward` when the gradients are weighed; None: it has been called.
     """
@@ -35,16 +51,19 @@ class WindowGradients:
         precision: Precision,
         window: AccumulationWindow,
         optimizer: Optimizer,
-        optimizers: StrategyOptimizers,
         *,
-        may_split: bool,
+        skip_backward: bool,
     ) -> None:
         self._state = state
         self._strategy = strategy
-        self._scaler = precision.scaler
-        self._window = window
-        self._optimizer = optimizer
-        self._optimizers = optimizers
+        self.window = window
+        self.optimizer = optimizer
+        self.optimizers = StrategyOptimizers(strategy.setup_optimizer)
+        self.scaler = precision.scaler
+        processes = strategy.processes
+        is_alone = processes.world_size == 1
+        self.is_shared = not is_alone or processes.has_one_state
+        window.sync_reference = None if is_alone else processes.broadcast
 
         # 1. Zeroing. Torch's own `zero_grad` opens a record of the profiler, so it is not called.
         self._counts = state.progress.zero_grad.current
@@ -55,13 +74,12 @@ class WindowGradients:
         # 2. Weighing. A window of one backward in one process has gradients that are right already, unless the strategy
         #    or the recovery from an out-of-memory error computes a batch in micro-batches.
         self._weigh: Callable[[AccumulationWindow, Optimizer], bool | None] | None = None
-        has_default_finish = type(self._strategy).finish_gradients is Strategy.finish_gradients
-        is_alone = self._strategy.processes.world_size == 1
+        has_default_finish = type(strategy).finish_gradients is Strategy.finish_gradients
         is_one_part = window.parts == 1 and is_alone
         if not has_default_finish or not is_one_part:
             action = hooks.action_of_strategy("finish_gradients")
-            self._weigh = hooks.wrapped(self._strategy.finish_gradients, action)
-        elif may_split or not self._strategy.keeps_batches_whole:
+            self._weigh = hooks.wrapped(strategy.finish_gradients, action)
+        elif (hooks.recovers and not skip_backward) or not strategy.keeps_batches_whole:
             self._weigh = self._weigh_if_split
         self.are_weighed = self._weigh is not None
 
@@ -69,10 +87,33 @@ class WindowGradients:
         self._before_step = hooks.bind("on_before_optimizer_step")
         self._user_clip = hooks.bind_module("configure_gradient_clipping")
 
+        # 4. The optimiser's step within the backward, if an extension takes it there.
+        self.in_backward = None if skip_backward else self._inner_step()
+
+    def _inner_step(self) -> InnerStep | None:
+        state = self._state
+
+        def clip(optimizer: Optimizer) -> None:
+            if state.gradient_clip_val:
+                self.clip(optimizer)
+
+        for extension in step_extensions(state):
+            inner_step = extension.inner_step(state, self.optimizer, self.zero, clip)
+            if inner_step is not None:
+                return inner_step
+        return None
+
+    @property
+    def begin(self) -> Callable[[int], None]:
+        """The function before the first backward of a window, which receives the number of the batch."""
+        if self.in_backward is not None:
+            return self.in_backward.begin
+        return self.zero
+
     def zero(self, batch_idx: int) -> None:
         """Zero the gradients, with the hooks around it."""
         counts = self._counts
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         counts.ready += 1
         if self._before_zero_grad is not None:
             self._before_zero_grad(optimizer)
@@ -107,8 +148,8 @@ class WindowGradients:
         #    gradients are seen or clipped before. Callbacks may change how they are clipped, so the settings are read
         #    in each step.
         value = self._state.gradient_clip_val
-        if self._scaler is not None and not skipped and (value or self._unscales_early(optimizer)):
-            self._optimizers.of(optimizer).unscale(self._scaler)
+        if self.scaler is not None and not skipped and (value or self._unscales_early(optimizer)):
+            self.optimizers.of(optimizer).unscale(self.scaler)
 
         # 3. The hook sees gradients before they are clipped.
         if self._before_step is not None:
@@ -125,10 +166,10 @@ class WindowGradients:
     def weigh(self, optimizer: Optimizer, skipped: bool) -> None:
         """Weigh the gradients over the window and all processes, before `finish`; see there."""
         if self._weigh is not None:
-            has_no_weight = self._weigh(self._window, optimizer)
+            has_no_weight = self._weigh(self.window, optimizer)
             if has_no_weight is not None:
                 skipped = has_no_weight
-            elif self._window.is_open:
+            elif self.window.is_open:
                 # An earlier part of the window had a loss.
                 skipped = False
         self._skipped = skipped
