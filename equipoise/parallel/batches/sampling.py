@@ -23,6 +23,7 @@ __all__ = [
     "NO_BATCH",
     "BatchesInTurn",
     "Collate",
+    "DerivedSampler",
     "DrawnAlike",
     "FirstBatches",
     "SameOrder",
@@ -155,7 +156,18 @@ class SameOrder(DrawnAlike):
 # Batches of one process
 
 
-class SharedBatches(Sampler[list[Any]]):
+class DerivedSampler(Sampler[Any]):
+    """A sampler of ours that yields what another one yields, divided, joined or limited."""
+
+    batch_sampler: Any
+
+    @property
+    def source(self) -> Any:
+        """The other one, whose number of items decides about that of this one."""
+        return self.batch_sampler
+
+
+class SharedBatches(DerivedSampler):
     """Divides each step into parts, one for each process.
 
     Args:
@@ -191,7 +203,7 @@ class SharedBatches(Sampler[list[Any]]):
         return len(self.batch_sampler)
 
 
-class FirstBatches(Sampler[list[Any]]):
+class FirstBatches(DerivedSampler):
     """The first batches of a batch sampler.
 
     Args:
@@ -224,7 +236,7 @@ def sampler_with_epochs(batches: Any) -> Any:
     return getattr(batches, "sampler", None)
 
 
-class BatchesInTurn(Sampler[Any]):
+class BatchesInTurn(DerivedSampler):
     """Batches of a batch sampler for one of several processes, which take them in turn.
 
     Args:

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import Sampler
-
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.batches.sampling import sampler_with_epochs
+from equipoise.parallel.batches.sampling import DerivedSampler, sampler_with_epochs
 
 __all__ = ["AgreedOrder", "Deal", "DealtSteps", "WholeSteps", "deal_of"]
 
@@ -26,7 +24,7 @@ def deal_of(batches: Any) -> Deal | None:
     return deal
 
 
-class WholeSteps(Sampler[list[Any]]):
+class WholeSteps(DerivedSampler):
     """A batch sampler whose batches are whole steps.
 
     Args:
@@ -101,7 +99,7 @@ class DealtSteps(WholeSteps):
         return parts[self.rank]
 
 
-class AgreedOrder(Sampler[Any]):
+class AgreedOrder(DerivedSampler):
     """The order that the main process draws from a sampler or batch sampler, in every process.
 
     Args:
@@ -112,6 +110,11 @@ class AgreedOrder(Sampler[Any]):
     def __init__(self, sampler: Any, agree: Callable[[list[Any]], list[Any]]) -> None:
         self.sampler = sampler
         self.agree = agree
+
+    @property
+    def source(self) -> Any:
+        """The sampler."""
+        return self.sampler
 
     def __iter__(self) -> Iterator[Any]:
         return self._agreed(iter(self.sampler))

@@ -18,14 +18,7 @@ from torch.utils.data import (
 )
 
 from equipoise.parallel.batches.dealing import Turns
-from equipoise.parallel.batches.sampling import (
-    BatchesInTurn,
-    FirstBatches,
-    SameOrder,
-    SharedBatches,
-    UnpaddedDistributedSampler,
-)
-from equipoise.parallel.batches.whole_steps import AgreedOrder, DealtSteps, WholeSteps
+from equipoise.parallel.batches.sampling import DerivedSampler, SameOrder, UnpaddedDistributedSampler
 
 __all__ = ["Certainty", "Extent", "certainty_of", "draw_order", "joined_extent", "length_of"]
 
@@ -37,8 +30,6 @@ _SAMPLERS = (
     DistributedSampler,
     UnpaddedDistributedSampler,
 )
-# Samplers that divide or join the batches of another.
-_AROUND_OTHERS = (BatchesInTurn, DealtSteps, FirstBatches, SharedBatches, WholeSteps)
 
 
 class Certainty(IntEnum):
@@ -109,10 +100,10 @@ def _certainty_of_sampler(sampler: Any) -> Certainty:
     kind = type(sampler)
     if kind in _SAMPLERS or kind in (list, tuple, range):
         return Certainty.AT_REQUEST
-    if kind in (BatchSampler, AgreedOrder):
+    if kind is BatchSampler:
         return _certainty_of_sampler(sampler.sampler)
-    if kind in _AROUND_OTHERS:
-        return _certainty_of_sampler(sampler.batch_sampler)
+    if isinstance(sampler, DerivedSampler):
+        return _certainty_of_sampler(sampler.source)
     if kind is SameOrder:
         # The length of the user's sampler may be wrong. That of the order is right.
         return min(_certainty_of_sampler(sampler.sampler), Certainty.ONCE_DRAWN)
@@ -125,9 +116,7 @@ def draw_order(loader: Any) -> None:
         loader = loader.loader
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while not isinstance(sampler, SameOrder):
-        inner = getattr(sampler, "batch_sampler", None)
-        # A batch sampler around another one may have both.
-        sampler = sampler.sampler if inner is None else inner
+        sampler = sampler.source if isinstance(sampler, DerivedSampler) else sampler.sampler
     sampler.draw()
 
 

@@ -6,15 +6,17 @@ changes. So a run notes the number of processes with which it began, and the siz
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.batches.sampling import SameOrder, seed_of_order
-from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps, deal_of
 from equipoise.parallel.communication.processes import Processes
+
+if TYPE_CHECKING:
+    from equipoise.parallel.batches.whole_steps import WholeSteps
 
 __all__ = ["RunSteps"]
 
@@ -138,8 +140,10 @@ class RunSteps:
         self._report(processes.world_size)
         return loaders_of_steps
 
-    def _steps_of(self, loader: DataLoader[Any], size: int | None, processes: Processes) -> WholeSteps:
+    def _steps_of(self, loader: DataLoader[Any], size: int | None, processes: Processes) -> "WholeSteps":
         """Return the steps of one loader."""
+        from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps, deal_of
+
         assert self.processes is not None
         if size is not None:
             order: Any = self._order_of(loader, processes)
@@ -159,6 +163,8 @@ class RunSteps:
             return order_of_processes(loader, self.seed)
         if isinstance(loader.sampler, SequentialSampler):
             return loader.sampler
+        from equipoise.parallel.batches.whole_steps import AgreedOrder
+
         return AgreedOrder(loader.sampler, processes.broadcast)
 
     def _report(self, count: int) -> None:
