@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from equipoise.interop.lightning.finders import is_stock_finder
+from equipoise.interop.lightning.callbacks import is_stock_finder
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.runtime.request import Request

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 
 from equipoise.extensions.common.page.markup import cut
 from equipoise.extensions.common.page.scales import Point
+from equipoise.extensions.common.suggested_rate import suggested_rate
 from equipoise.extensions.common.timeline import Timeline
 from equipoise.extensions.report.curve_history import CurveHistory, steps_done
 from equipoise.extensions.report.curve_names import group_curves
@@ -24,7 +25,6 @@ from equipoise.extensions.report.read_trainer import (
 )
 from equipoise.formats import format_bytes, format_count, format_path, format_span
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.lightning.finders import suggested_rate
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.memory.out_of_memory import OutOfMemoryEvent
 

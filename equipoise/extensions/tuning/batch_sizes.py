@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.planning.comparison import StrategyPlan, plan_strategies
+from equipoise.extensions.tuning.interop import BatchSizeSettings, batch_size_settings, keep_batch_size
 from equipoise.extensions.tuning.trials.batch_size_attribute import BatchSizeAttribute
 from equipoise.extensions.tuning.trials.step_prediction import devices_of, predict_step
 from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_trial
 from equipoise.formats import format_bytes, format_count
-from equipoise.interop.lightning.finders import BatchSizeSettings, batch_size_settings, keep_batch_size
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.runtime.request import Request

@@ -12,14 +12,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.tuning.batch_sizes import FINDER, check_processes, check_settings
-from equipoise.extensions.tuning.trials.batch_size_attribute import BatchSizeAttribute
-from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_trial
-from equipoise.interop.lightning.finders import (
+from equipoise.extensions.tuning.interop import (
     BatchSizeSettings,
     batch_size_settings,
     ends_after_search,
     keep_batch_size,
 )
+from equipoise.extensions.tuning.trials.batch_size_attribute import BatchSizeAttribute
+from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_trial
 from equipoise.interop.lightning.loaders import combine
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.trainer.runtime.request import Request

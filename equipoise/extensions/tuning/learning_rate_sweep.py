@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.finders import LearningRateSettings
+from equipoise.extensions.tuning.interop import LearningRateSettings
 from equipoise.precision import wide_dtype
 
 __all__ = ["LearningRateSweep", "learning_rate"]

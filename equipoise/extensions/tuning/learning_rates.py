@@ -7,15 +7,15 @@ from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_set
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
-from equipoise.extensions.tuning.learning_rate_sweep import LearningRateSweep
-from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_trial
-from equipoise.interop.lightning.finders import (
+from equipoise.extensions.common.suggested_rate import suggested_rate
+from equipoise.extensions.tuning.interop import (
     LearningRateSettings,
     keep_learning_rates,
     learning_rate_settings,
     results_of,
-    suggested_rate,
 )
+from equipoise.extensions.tuning.learning_rate_sweep import LearningRateSweep
+from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_trial
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.runtime.request import Request
 

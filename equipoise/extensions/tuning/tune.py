@@ -7,9 +7,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.tuning.batch_sizes import find_batch_size
 from equipoise.extensions.tuning.evaluation_batch_sizes import find_evaluation_size
+from equipoise.extensions.tuning.interop import ends_after_search, searches_learning_rate
 from equipoise.extensions.tuning.learning_rates import find_learning_rate
 from equipoise.extensions.tuning.trials.trial import MakeTrainer
-from equipoise.interop.lightning.finders import ends_after_search, is_stock_finder, searches_learning_rate
+from equipoise.interop.lightning.callbacks import is_stock_finder
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.runtime.request import Request
 

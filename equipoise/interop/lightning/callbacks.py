@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import nn
 
 from equipoise.interop.lightning.checkpoint_hooks import FitFacts
-from equipoise.interop.lightning.classes import base_of, is_a
-from equipoise.interop.lightning.finders import is_stock_finder
+from equipoise.interop.lightning.classes import base_of, is_a, is_stock
 from equipoise.interop.remote.paths import to_path
 
 __all__ = [
@@ -25,6 +31,8 @@ __all__ = [
     "copies_weights",
     "copying_callbacks",
     "files_written_after",
+    "is_finder",
+    "is_stock_finder",
     "last_checkpoints",
     "load_saving_states",
     "looks_after_training_epochs",
@@ -34,6 +42,16 @@ __all__ = [
     "with_latest_answer",
     "without_skipped_steps",
 ]
+
+
+def is_finder(callback: Any) -> bool:
+    """Return True for a callback of Lightning's tuner."""
+    return is_a(callback, BatchSizeFinder, LearningRateFinder)
+
+
+def is_stock_finder(callback: Any) -> bool:
+    """Return True for one of Lightning's finders itself; a class derived from it may search at other times."""
+    return is_stock(callback, BatchSizeFinder, LearningRateFinder)
 
 
 def cannot_fire(callback: Callback, hook: str) -> bool:

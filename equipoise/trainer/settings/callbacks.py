@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError, ConfigurationRuntimeError
+from equipoise.interop.lightning.callbacks import is_finder, is_stock_finder
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.lightning.finders import is_finder, is_stock_finder
 from equipoise.trainer.hooks.hooks import overrides, state_key_of
 from equipoise.trainer.settings.arguments import Duration, seconds_of
 

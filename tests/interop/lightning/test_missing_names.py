@@ -10,9 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     EarlyStopping,
-    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     WeightAveraging,
@@ -24,7 +22,6 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from equipoise import ConfigurationError
-from equipoise.interop.lightning import finders
 from equipoise.interop.lightning.callbacks import (
     last_checkpoints,
     looks_after_training_epochs,
@@ -235,31 +232,6 @@ def test_the_folder_of_last_checkpoints_that_the_trainer_chooses(with_logger: bo
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("finder", "name", "remedy"),
-    [
-        (LearningRateFinder(), "_min_lr", "Set the learning rate by hand"),
-        (LearningRateFinder(), "_early_exit", "Set the learning rate by hand"),
-        (BatchSizeFinder(), "_max_val", "equipoise plan"),
-    ],
-)
-def test_finders_whose_arguments_are_unknown(
-    finder: Any, name: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hide(monkeypatch, type(finder), name)
-    kind = type(finder).__name__
-    with pytest.raises(ConfigurationError) as error:
-        trainer(callbacks=[finder]).fit(Small(), loader())
-    assert f"{kind} does not work with lightning {L.__version__}, which lacks {kind}.{name}. It was" in str(error.value)
-    assert remedy in str(error.value)
-
-
-def test_a_search_whose_results_have_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finders, "_RESULTS", "lightning.pytorch.tuner.lr_finder._Gone")
-    with pytest.raises(ConfigurationError, match=r"which lacks lightning.*_Gone.*pip install 'lightning>="):
-        trainer(callbacks=[LearningRateFinder()]).fit(Small(), loader())
 
 
 def test_a_combined_loader_whose_mode_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

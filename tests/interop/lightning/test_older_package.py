@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import ConfigurationError, Trainer
-from equipoise.interop.lightning.finders import learning_rate_settings, results_of
 from equipoise.interop.lightning.self_log import bind_log, has_own_log
 from equipoise.strategies.ddp.exchange.native_engine import has_one_backward
 from tests.conftest import ignoring
@@ -183,10 +182,3 @@ def test_log_after_a_pickle_is_not_taken_for_one_of_the_user(package: types.Modu
     assert not has_own_log(module)
     module.log = print
     assert has_own_log(module)
-
-
-@BOTH
-def test_the_results_of_a_search_are_of_the_package_of_its_finder(package: types.ModuleType) -> None:
-    finder = package.callbacks.LearningRateFinder()
-    results = results_of(finder, learning_rate_settings(finder), [0.1], [1.0])
-    assert type(results).__module__ == f"{package.__name__}.tuner.lr_finder"

@@ -16,9 +16,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -27,13 +26,6 @@ from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from equipoise import Trainer
 from equipoise.interop.lightning.callbacks import cannot_fire, last_checkpoints, load_saving_states, saving_states
-from equipoise.interop.lightning.finders import (
-    ends_after_search,
-    keep_learning_rates,
-    learning_rate_settings,
-    results_of,
-    suggested_rate,
-)
 from equipoise.interop.lightning.loaders import combine
 from equipoise.interop.lightning.modules import forget_run, pretend_device
 from equipoise.interop.lightning.optimizers import no_closure, wrap_optimizer
@@ -286,27 +278,3 @@ def test_the_mode_of_a_combined_loader(mode: Any) -> None:
     of_user = CombinedLoader([[1], [2]], mode)
     assert combine(of_user, "sequential") == (of_user, mode)
     assert combine(combine([[1], [2]], mode)[0], "sequential")[1] == mode
-
-
-# Finders
-
-
-def test_a_search_of_the_tuner_ends_before_the_fit() -> None:
-    added: list[Any] = []
-    ours = Trainer(logger=False, enable_checkpointing=False)
-    with mock.patch.object(Trainer, "fit", lambda self, *args, **options: added.extend(self.callbacks)):
-        Tuner(ours).scale_batch_size(Small())
-    assert [ends_after_search(finder) for finder in added if isinstance(finder, BatchSizeFinder)] == [True]
-    assert not ends_after_search(BatchSizeFinder())
-
-
-def test_the_results_of_a_search_for_a_learning_rate() -> None:
-    finder = LearningRateFinder()
-    losses = [1.0] * 12 + [0.9, 0.1, 0.05, 0.04]
-    rates = [10.0 ** (step - 16) for step in range(16)]
-    results = results_of(finder, learning_rate_settings(finder), rates, losses)
-    assert suggested_rate(results) == results.suggestion() == 1e-4
-    keep_learning_rates(finder, results)
-    assert finder.optimal_lr is results
-    few = results_of(finder, learning_rate_settings(finder), rates[:12], losses[:12])
-    assert suggested_rate(few) is None

@@ -8,10 +8,10 @@ search is refused before its first step.
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder
 
 from equipoise.interop.adapters import find
-from equipoise.interop.lightning.classes import base_of, is_a, is_stock
+from equipoise.interop.lightning.classes import base_of, is_a
 from equipoise.interop.refusal import refusal
 
 __all__ = [
@@ -19,14 +19,11 @@ __all__ = [
     "LearningRateSettings",
     "batch_size_settings",
     "ends_after_search",
-    "is_finder",
-    "is_stock_finder",
     "keep_batch_size",
     "keep_learning_rates",
     "learning_rate_settings",
     "results_of",
     "searches_learning_rate",
-    "suggested_rate",
 ]
 
 # Attributes of the finders, by the settings below.
@@ -48,10 +45,9 @@ _OF_BATCH_SIZES = {
     "margin": "_margin",
     "largest": "_max_val",
 }
+# The class of the results of a search for a learning rate, which has no public name.
 _PACKAGE = "lightning.pytorch"
 _RESULTS = f"{_PACKAGE}.tuner.lr_finder._LRFinder"
-# A suggestion leaves out the first ten steps and the last one, and compares two others at least.
-_FEWEST_STEPS = 13
 
 
 @dataclass(frozen=True)
@@ -100,16 +96,6 @@ class BatchSizeSettings:
     largest: int
 
 
-def is_finder(callback: Any) -> bool:
-    """Return True for a callback of Lightning's tuner."""
-    return is_a(callback, BatchSizeFinder, LearningRateFinder)
-
-
-def is_stock_finder(callback: Any) -> bool:
-    """Return True for one of Lightning's finders itself; a class derived from it may search at other times."""
-    return is_stock(callback, BatchSizeFinder, LearningRateFinder)
-
-
 def searches_learning_rate(finder: Any) -> bool:
     """Return True for a LearningRateFinder, False for a BatchSizeFinder."""
     return is_a(finder, LearningRateFinder)
@@ -122,6 +108,7 @@ def learning_rate_settings(finder: Any) -> LearningRateSettings:
         ConfigurationError: If they cannot be read, or there is no class for the results.
     """
     remedy = "Set the learning rate by hand."
+    # Before the search, whose steps would be lost.
     if find(_RESULTS) is None:
         raise refusal("LearningRateFinder", "lightning", [_RESULTS], remedy)
     return LearningRateSettings(**_arguments_of(finder, _OF_RATES, remedy))
@@ -130,6 +117,7 @@ def learning_rate_settings(finder: Any) -> LearningRateSettings:
 def _arguments_of(finder: Any, names: dict[str, str], remedy: str) -> dict[str, Any]:
     """Return attributes of a finder; without one of them, or a sign of who has added the finder, it is refused."""
     kind = type(finder).__name__
+    # The last one is what `ends_after_search` reads.
     missing = [f"{kind}.{name}" for name in (*names.values(), "_early_exit") if not hasattr(finder, name)]
     if missing:
         raise refusal(kind, "lightning", missing, remedy)
@@ -150,6 +138,7 @@ def results_of(finder: Any, settings: LearningRateSettings, rates: list[float], 
         rates: Learning rates, by steps.
         losses: Smoothed losses, by steps.
     """
+    # The older package has a class of its own.
     package = base_of(finder, LearningRateFinder).__module__.partition(".callbacks.")[0]
     kind = find(_RESULTS.replace(_PACKAGE, package))
     results = kind(settings.mode, settings.smallest, settings.largest, settings.steps)
@@ -177,16 +166,3 @@ def batch_size_settings(finder: Any) -> BatchSizeSettings:
 def keep_batch_size(finder: Any, batch_size: int) -> None:
     """Set what a BatchSizeFinder offers after its search."""
     finder.optimal_batch_size = batch_size
-
-
-def suggested_rate(results: Any) -> float | None:
-    """Return the rate that a search suggests; None after too few steps.
-
-    Args:
-        results: The results that `results_of` has returned.
-    """
-    # Lightning logs an error in this case, which a report or a search need not repeat.
-    if len(results.results["lr"]) < _FEWEST_STEPS:
-        return None
-    rate: float | None = results.suggestion()
-    return rate

@@ -1,0 +1,84 @@
+"""Private names of Lightning's finders: what a search reads under them, and the refusal without them."""
+
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import lightning_utilities.core.rank_zero as rank_zero_module
+import pytest
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+
+from equipoise import ConfigurationError, Trainer
+from equipoise.extensions.common.suggested_rate import suggested_rate
+from equipoise.extensions.tuning import interop
+from equipoise.extensions.tuning.interop import (
+    ends_after_search,
+    keep_learning_rates,
+    learning_rate_settings,
+    results_of,
+)
+from tests.conftest import ignoring
+from tests.support.hidden_names import hide
+from tests.support.trainer_runs import Small, loader, trainer
+
+pytestmark = ignoring("An epoch has 3 batches")
+
+
+def test_a_search_of_the_tuner_ends_before_the_fit() -> None:
+    added: list[Any] = []
+    ours = Trainer(logger=False, enable_checkpointing=False)
+    with mock.patch.object(Trainer, "fit", lambda self, *args, **options: added.extend(self.callbacks)):
+        Tuner(ours).scale_batch_size(Small())
+    assert [ends_after_search(finder) for finder in added if isinstance(finder, BatchSizeFinder)] == [True]
+    assert not ends_after_search(BatchSizeFinder())
+
+
+def test_the_results_of_a_search_for_a_learning_rate() -> None:
+    finder = LearningRateFinder()
+    losses = [1.0] * 12 + [0.9, 0.1, 0.05, 0.04]
+    rates = [10.0 ** (step - 16) for step in range(16)]
+    results = results_of(finder, learning_rate_settings(finder), rates, losses)
+    assert suggested_rate(results) == results.suggestion() == 1e-4
+    keep_learning_rates(finder, results)
+    assert finder.optimal_lr is results
+    few = results_of(finder, learning_rate_settings(finder), rates[:12], losses[:12])
+    assert suggested_rate(few) is None
+
+
+@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_results_of_a_search_are_of_the_package_of_its_finder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The import of the older package puts a logger of its own there, which other tests would miss.
+    monkeypatch.setattr(rank_zero_module, "log", rank_zero_module.log)
+    package = pytest.importorskip(name, exc_type=ImportError)
+    finder = package.callbacks.LearningRateFinder()
+    results = results_of(finder, learning_rate_settings(finder), [0.1], [1.0])
+    assert type(results).__module__ == f"{name}.tuner.lr_finder"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("finder", "name", "remedy"),
+    [
+        (LearningRateFinder(), "_min_lr", "Set the learning rate by hand"),
+        (LearningRateFinder(), "_early_exit", "Set the learning rate by hand"),
+        (BatchSizeFinder(), "_max_val", "equipoise plan"),
+    ],
+)
+def test_finders_whose_arguments_are_unknown(
+    finder: Any, name: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, type(finder), name)
+    kind = type(finder).__name__
+    with pytest.raises(ConfigurationError) as error:
+        trainer(callbacks=[finder]).fit(Small(), loader())
+    assert f"{kind} does not work with lightning {L.__version__}, which lacks {kind}.{name}. It was" in str(error.value)
+    assert remedy in str(error.value)
+
+
+def test_a_search_whose_results_have_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interop, "_RESULTS", "lightning.pytorch.tuner.lr_finder._Gone")
+    with pytest.raises(ConfigurationError, match=r"which lacks lightning.*_Gone.*pip install 'lightning>="):
+        trainer(callbacks=[LearningRateFinder()]).fit(Small(), loader())
