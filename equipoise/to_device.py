@@ -4,10 +4,13 @@ A copy to a CUDA device may: later work on that device is queued behind it. A co
 read the tensor before the values have arrived.
 """
 
+from typing import Any
+
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-__all__ = ["ArrivingValue", "to_device"]
+__all__ = ["ArrivingValue", "copy_batch", "to_device"]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -24,6 +27,18 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def copy_batch(batch: Any, device: torch.device) -> Any:
+    """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are."""
+    # This runs for every batch. The comparison costs less than the names of devices.
+    entries = batch if type(batch) in (tuple, list) else (batch,)
+    for tensor in entries:
+        if type(tensor) is not Tensor:
+            return move_data_to_device(batch, device)
+        if tensor.device != device and not (tensor.is_cpu and device.type == "cpu"):
+            return move_data_to_device(batch, device)
+    return batch
 
 
 class ArrivingValue:

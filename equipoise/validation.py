@@ -7,7 +7,10 @@ from typing import Any, TypeGuard
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["check_whole", "is_number", "is_whole"]
+__all__ = ["check_whole", "describe_value", "is_number", "is_whole"]
+
+# Values of a longer text are not shown in messages.
+_LONGEST_TEXT = 60
 
 
 def is_whole(value: Any, *, least: int | None = None) -> TypeGuard[int]:
@@ -56,3 +59,15 @@ def check_whole(name: str, value: Any, *, least: int, optional: bool = False) ->
             return
         alternative = ", or None"
     raise ConfigurationError(f"{name} must be an integer of at least {least}{alternative}, not {value!r}.")
+
+
+def describe_value(value: Any) -> str:
+    """Return a value and its type, on one short line."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    text = repr(value)
+    if len(text) > _LONGEST_TEXT or "\n" in text:
+        text = "something"
+    return f"{text} of type {type(value).__name__}"

@@ -39,11 +39,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
-from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
-
 # At run time the class is Lightning's. Type checkers see declarations that accept either trainer.
 if TYPE_CHECKING:
     from equipoise.callbacks.declared_hooks import DeclaredHooks as _LightningCallback
+    from equipoise.memory.out_of_memory import OutOfMemoryEvent, Split
 else:
     from lightning.pytorch import Callback as _LightningCallback
 
@@ -127,7 +126,9 @@ class Callback(_LightningCallback):
         """Return values for `ProgressBar`, by name, when it is redrawn; they are shown after the logged ones."""
         return {}
 
-    def on_out_of_memory(self, trainer: Any, pl_module: LightningModule, event: OutOfMemoryEvent) -> int | Split | None:
+    def on_out_of_memory(
+        self, trainer: Any, pl_module: LightningModule, event: "OutOfMemoryEvent"
+    ) -> "int | Split | None":
         """Decide what happens with a batch that ran out of memory. Not called by Lightning's Trainer.
 
         The hook runs in the process of the error, before anything is done about it. While a callback overrides it, the

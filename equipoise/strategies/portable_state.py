@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
-from equipoise.strategies.checkpoint_folders import CheckpointFolders
+
+if TYPE_CHECKING:
+    from equipoise.strategies.checkpoint_folders import CheckpointFolders
 
 __all__ = ["LoadState", "PortableState", "SaveState", "gradients_of", "load_gradients"]
 
@@ -37,7 +39,7 @@ class PortableState:
     """
 
     is_sharded: ClassVar[bool] = False
-    folders: CheckpointFolders | None = None
+    folders: "CheckpointFolders | None" = None
 
     # A subclass need not call the constructor.
     _own_state: SaveState | None = None

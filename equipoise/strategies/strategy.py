@@ -21,23 +21,22 @@ from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
-from equipoise.parallel.communication.membership import refuse_copies
 from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.communication.rank import may_be_one_of_several
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.optimizers.clipping import clip_by_value
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
-from equipoise.strategies.recovery_support import RecoverySupport
 
 if TYPE_CHECKING:
     from equipoise.parallel.divergence.replicated import Replicated
+    from equipoise.strategies.recovery_support import RecoverySupport
 
 __all__ = ["Strategy", "Transfer", "splitter_of"]
 
-# Neutral collaborators have no state, so all strategies share them.
-_NEUTRAL_RECOVERY = RecoverySupport()
+# A neutral collaborator without state, which all strategies share.
 _WHOLE_STATE = PortableState()
 
 Transfer = Callable[[Any, torch.device], Any]
@@ -77,9 +76,11 @@ class Strategy:
         return state
 
     @property
-    def recovery(self) -> RecoverySupport:
+    def recovery(self) -> "RecoverySupport":
         """Support for steps that are repeated after an out-of-memory error."""
-        return _NEUTRAL_RECOVERY
+        from equipoise.strategies.recovery_support import RecoverySupport
+
+        return RecoverySupport()
 
     @property
     def portable(self) -> PortableState:
@@ -123,7 +124,10 @@ class Strategy:
         Raises:
             ConfigurationError: If the strategy cannot run on them.
         """
-        refuse_copies(self.name)
+        if may_be_one_of_several():
+            from equipoise.parallel.communication.membership import refuse_copies
+
+            refuse_copies(self.name)
         self._use_devices(devices, num_nodes)
 
     def _use_devices(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:

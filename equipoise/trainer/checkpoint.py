@@ -16,18 +16,17 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoi
 from equipoise.errors import CheckpointError
 from equipoise.interop.lightning.callbacks import saving_states
 from equipoise.interop.lightning.classes import is_a
+from equipoise.interop.lightning.loggers import has_csv
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.interop.lightning.self_log import CURRENT_HOOK
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.communication.agreements import agree_to_save, in_main
+from equipoise.parallel.communication.processes import in_main
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.checkpointing.file import pack_checkpoint, write_checkpoint
-from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.checkpointing.file import OUR_KEY, pack_checkpoint, write_checkpoint
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters
 from equipoise.trainer.checkpointing.module.weight_formats import format_of
 from equipoise.trainer.checkpointing.objects import warn_of_objects_written
 from equipoise.trainer.hooks.hooks import Hooks, overrides, state_key_of
-from equipoise.trainer.logging.csv_rows import rows_written
 from equipoise.trainer.state.progress import Progress
 from equipoise.trainer.state.run_state import RunState
 from equipoise.trainer.surface.parts import TrainerParts
@@ -62,6 +61,8 @@ def save_checkpoint(
         )
     processes = parts.strategy.processes
     if parts.fit_loop.fit.is_uneven:
+        from equipoise.parallel.communication.agreements import agree_to_save
+
         agree_to_save(processes)
     if parts.fit_loop.replica_check is not None:
         parts.fit_loop.replica_check.compare(parts.global_step)
@@ -225,7 +226,11 @@ def _exact_position(parts: TrainerParts, module: LightningModule, path: str | No
         entry["written_in"] = [hook, writer.state_key]
 
     # Rows of log files, written by the main process, and the position of each process.
-    entry["rows"] = rows_written(state.loggers) if processes.is_main else []
+    entry["rows"] = []
+    if processes.is_main and has_csv(state.loggers):
+        from equipoise.trainer.logging.csv_rows import rows_written
+
+        entry["rows"] = rows_written(state.loggers)
     if processes.data.world_size > 1:
         # Each compares the values of its own process, unless they were synchronised.
         position["monitors"] = _callback_states(callback for callback in state.callbacks if is_a(callback, *_MONITORS))

@@ -20,28 +20,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import CheckpointError, WorkerError
-from equipoise.interop.lightning.loggers import log_hyperparams
+from equipoise.interop.lightning.loggers import has_csv, log_hyperparams
 from equipoise.interop.lightning.modules import as_configured, forget_run
 from equipoise.interop.lightning.self_log import unbind_log
 from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.communication.rank import slurm_job
 from equipoise.parallel.device_work import empty_cache, on_device
 from equipoise.parallel.snapshot import random_state
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.choice import select_checkpoint
-from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.checkpointing.file import OUR_KEY
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
-from equipoise.trainer.diagnostics.monitors import check_monitors_of_validation
 from equipoise.trainer.diagnostics.run_notes import add_run_notes
 from equipoise.trainer.hooks.hooks import Hooks
-from equipoise.trainer.logging.csv_rows import continue_files
-from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.preparation import begin_run, prepare, set_up
-from equipoise.trainer.runtime import slurm
 from equipoise.trainer.runtime.preflight import placing, refuse_lost_reports
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_data import RunData
@@ -65,7 +62,10 @@ def run(parts: TrainerParts, request: Request) -> Any:
     # A subclass of the Trainer may override the property.
     state.root_dir = parts.trainer.default_root_dir
     state.begin(request.fn)
-    slurm.count_fit(state)
+    if slurm_job() is not None:
+        from equipoise.trainer.runtime.slurm import count_fit
+
+        count_fit(state)
 
     # 2. The run, in this process or in those that the strategy starts.
     if parts.strategy.processes.spawns:
@@ -162,7 +162,11 @@ class _Run:
 
         # 1. Connect module, data and callbacks, and read the checkpoint.
         self.hooks, self.data = prepare(self.parts, request)
-        path = slurm.interrupted_checkpoint(state)
+        path: Any = None
+        if slurm_job() is not None:
+            from equipoise.trainer.runtime.slurm import interrupted_checkpoint
+
+            path = interrupted_checkpoint(state)
         if path is None:
             trainer = self.parts.trainer
             path = select_checkpoint(state, trainer, request.ckpt_path, module_given=request.module_given)
@@ -213,7 +217,10 @@ class _Run:
         with signals_noted(state, self.strategy.processes):
             results = self._run_stage()
         _unite_random_numbers(self.strategy.processes)
-        slurm.forget_checkpoint(state, is_main=self.strategy.processes.is_main)
+        if slurm_job() is not None and self.strategy.processes.is_main:
+            from equipoise.trainer.runtime.slurm import forget_checkpoint
+
+            forget_checkpoint(state)
         self._tear_down()
         return results
 
@@ -231,7 +238,9 @@ class _Run:
             fitting=fitting,
             keep_shards=self.strategy.portable.is_sharded,
         )
-        if fitting and self.strategy.processes.is_main:
+        if fitting and self.strategy.processes.is_main and has_csv(state.loggers):
+            from equipoise.trainer.logging.csv_rows import continue_files
+
             continue_files(state.loggers, checkpoint)
         return checkpoint
 
@@ -263,6 +272,8 @@ class _Run:
         state = self.state
         optimizers, configs = parse_optimizers(self.hooks.call_module("configure_optimizers"), self.module)
         if state.fuses_optimizers:
+            from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
+
             fuse_optimizers(optimizers, self.module)
         state.optimizers = optimizers
         state.lr_scheduler_configs = configs
@@ -313,6 +324,8 @@ class _Run:
             self.hooks.call_callbacks("on_sanity_check_start")
             loop.run()
             self.hooks.call_callbacks("on_sanity_check_end")
+        from equipoise.trainer.diagnostics.monitors import check_monitors_of_validation
+
         check_monitors_of_validation(state, self.module, self.strategy.processes, logs, loop.collection.names())
 
         # 3. Values and counters begin anew.

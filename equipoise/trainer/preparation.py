@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.interop.lightning.classes import is_a, is_overridden
+from equipoise.interop.lightning.loggers import has_csv
 from equipoise.interop.lightning.modules import attach_profiler, pretend_device
 from equipoise.interop.lightning.self_log import bind_log
 from equipoise.parallel.communication.processes import Processes
@@ -15,7 +16,6 @@ from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy, splitter_of
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.hooks.hooks import Hooks
-from equipoise.trainer.logging.csv_rows import keep_rows
 from equipoise.trainer.logging.logs import SizeOf
 from equipoise.trainer.runtime.preflight import check_run
 from equipoise.trainer.runtime.request import Request
@@ -129,7 +129,10 @@ def set_up(
     # Weights & Biases comes first, which observes what the others start.
     for logger in sorted(state.loggers, key=lambda logger: not is_a(logger, WandbLogger)):
         getattr(logger, "experiment", None)
-    keep_rows(state.loggers)
+    if has_csv(state.loggers):
+        from equipoise.trainer.logging.csv_rows import keep_rows
+
+        keep_rows(state.loggers)
 
     # 3. The hooks.
     strategy.processes.barrier("pre_setup")

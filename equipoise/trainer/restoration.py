@@ -22,8 +22,8 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.processes import Processes
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.file import time_of
-from equipoise.trainer.checkpointing.layout import OUR_KEY, check_like, check_optimizer_shapes, check_optimizer_state
+from equipoise.trainer.checkpointing.file import OUR_KEY, time_of
+from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.checkpointing.module.left_out import completed
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.module.weight_formats import format_of

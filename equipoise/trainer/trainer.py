@@ -265,9 +265,10 @@ class Trainer(PublicState):
         self._choose_objects(plugins, callbacks, max_time, options)
 
     def _choose_objects(self, plugins: Any, callbacks: Any, max_time: Any, options: dict[str, Any]) -> None:
-        chosen_plugins = select_plugins(plugins)
-        self.checkpoint_io = chosen_plugins.checkpoint_io
-        self.requeues_on_signal = chosen_plugins.requeues
+        if plugins is not None:
+            chosen_plugins = select_plugins(plugins)
+            self.checkpoint_io = chosen_plugins.checkpoint_io
+            self.requeues_on_signal = chosen_plugins.requeues
         self.profiler = check.make_profiler(options["profiler"])
         self.loggers = select_loggers(options["logger"], self.default_root_dir, dummy=bool(self.fast_dev_run))
         self.callbacks = select_callbacks(

@@ -9,8 +9,7 @@ from torch import Tensor
 from equipoise.errors import CheckpointError
 from equipoise.extensions.ensemble.portable_state import MEMBERS
 from equipoise.interop.remote.paths import AnyPath, to_path
-from equipoise.trainer.checkpointing.file import write_checkpoint
-from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.checkpointing.file import OUR_KEY, write_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 
 __all__ = ["split_ensemble"]

@@ -20,7 +20,7 @@ from equipoise.extensions.timing.parts import DATA, Cell, cell_of
 from equipoise.extensions.timing.run_times import RunTimes, without_inner_parts
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import is_compiled
-from equipoise.trainer.data.prefetch import copy_batch
+from equipoise.to_device import copy_batch
 from equipoise.trainer.hooks.hooks import state_key_of
 from equipoise.validation import check_whole
 

@@ -4,7 +4,7 @@ Each name has a comment with the reason why no public one suffices, and with the
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor
 
-__all__ = ["csv_writer", "log_hyperparams", "set_csv_rewriting", "start_csv"]
+__all__ = ["csv_writer", "has_csv", "log_hyperparams", "set_csv_rewriting", "start_csv"]
 
 # Writers of the loggers that have begun here.
 _writers: WeakKeyDictionary[CSVLogger, ExperimentWriter] = WeakKeyDictionary()
@@ -63,6 +63,11 @@ def _differ(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor):
         return first is not second
     return bool(first != second)
+
+
+def has_csv(loggers: Iterable[Any]) -> bool:
+    """Return True if a CSV logger is among the loggers."""
+    return any(isinstance(logger, CSVLogger) for logger in loggers)
 
 
 def csv_writer(logger: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Actions that all processes take if one of them has a reason: end after the same batch, save, or fail together.
+"""Actions that all processes take if one of them has a reason: end after the same batch, or save.
 
 After a signal:
 
@@ -11,18 +11,14 @@ read the end before they reach it. Nothing is exchanged until a signal arrives.
 """
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from equipoise.errors import CheckpointError, StepError
+from equipoise.errors import StepError
 from equipoise.parallel.communication.processes import Processes
 
-__all__ = ["agree_to_end", "agree_to_save", "in_main", "is_true_in_any"]
-
-T = TypeVar("T")
+__all__ = ["agree_to_end", "agree_to_save", "is_true_in_any"]
 
 # After both limits a process ends alone, since no signal has reached the rest. Rank 0 may be one window behind, it may
 # read the notes of the other ranks one window late, and the third window is for a signal that arrives a moment later.
@@ -116,28 +112,3 @@ def _check_saves(numbers: list[int]) -> None:
             " needed. Save in a hook of the epoch, or set `fires_without_batch = True` in the callback: its"
             " `on_train_batch_end` is then called in all processes."
         )
-
-
-# What the main process alone does
-
-
-def in_main(function: Callable[[], T], processes: Processes) -> T | None:
-    """Return the result of a function that writes, in the main process; None in the others, which wait for its end.
-
-    Args:
-        function: The function.
-        processes: The processes.
-
-    Raises:
-        CheckpointError: In the other processes, if it failed; the main process raises the error of the function.
-    """
-    try:
-        result = function() if processes.is_main else None
-    except Exception as error:
-        # The others wait for it.
-        processes.gather_objects(f"{type(error).__name__}: {error}")
-        raise
-    problems: list[str | None] = processes.gather_objects(None)
-    if problems[0] is not None:
-        raise CheckpointError(f"The main process could not write a checkpoint. {problems[0]}")
-    return result

@@ -50,7 +50,7 @@ def refuse_copies(name: str) -> None:
     """Check that a strategy which computes in one process was not started in several.
 
     Args:
-        name: Name of the strategy.
+        name: Name of the strategy. Its process may be one of several.
 
     Raises:
         ConfigurationError: If there are several processes, each of which would train a separate copy.
@@ -59,8 +59,6 @@ def refuse_copies(name: str) -> None:
     if place is None:
         _refuse_mpi()
         _refuse_ray_without_group()
-        return
-    if place.world_size == 1:
         return
     raise ConfigurationError(
         f"strategy={name!r} computes in one process, but this is one of {place.world_size}: {place.origin}. Each would"

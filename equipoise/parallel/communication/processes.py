@@ -5,7 +5,9 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Processes"]
+from equipoise.errors import CheckpointError
+
+__all__ = ["Processes", "in_main"]
 
 T = TypeVar("T")
 
@@ -110,3 +112,25 @@ class Processes:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process has reached this call."""
+
+
+def in_main(function: Callable[[], T], processes: Processes) -> T | None:
+    """Return the result of a function that writes, in the main process; None in the others, which wait for its end.
+
+    Args:
+        function: The function.
+        processes: The processes.
+
+    Raises:
+        CheckpointError: In the other processes, if it failed; the main process raises the error of the function.
+    """
+    try:
+        result = function() if processes.is_main else None
+    except Exception as error:
+        # The others wait for it.
+        processes.gather_objects(f"{type(error).__name__}: {error}")
+        raise
+    problems: list[str | None] = processes.gather_objects(None)
+    if problems[0] is not None:
+        raise CheckpointError(f"The main process could not write a checkpoint. {problems[0]}")
+    return result

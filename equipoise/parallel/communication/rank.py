@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from equipoise.errors import ConfigurationError
 
-__all__ = ["Rank", "find_rank", "mpi_size", "slurm_job"]
+__all__ = ["Rank", "find_rank", "may_be_one_of_several", "mpi_size", "slurm_job"]
 
 # Names of Slurm jobs in which the user types commands.
 _SHELLS = ("bash", "interactive")
@@ -90,6 +91,14 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
         # Without a rank, each of the processes would train a copy of its own.
         _required_number(environment, "RANK")
     return rank
+
+
+def may_be_one_of_several() -> bool:
+    """Return False if nothing has started this process as one of several; Ray may have, where it is loaded."""
+    place = find_rank()
+    if place is not None:
+        return place.world_size > 1
+    return mpi_size() > 1 or "ray.train" in sys.modules
 
 
 def _rank_in_group(environment: Mapping[str, str]) -> Rank:

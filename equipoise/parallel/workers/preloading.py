@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import set_forkserver_preload
 
-from equipoise.interop.distributed.processes import preloaded_by_user
-
 __all__ = ["preload", "preloaded_modules", "preloading"]
 
 # Modules that take long to import, after the one that pauses the garbage collector.
@@ -53,6 +51,8 @@ def preloading() -> Iterator[None]:
 
     The user's list stays as it is. Of it "__main__" is left out, Python's default: no script runs again.
     """
+    from equipoise.interop.distributed.processes import preloaded_by_user
+
     # Workers find the user's modules after ours.
     user_modules = preloaded_by_user()
     modules = preloaded_modules()

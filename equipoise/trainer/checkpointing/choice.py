@@ -12,7 +12,6 @@ from equipoise.interop.lightning.callbacks import last_checkpoints
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.ray_context import is_in_ray, last_reported_checkpoint
 from equipoise.trainer.checkpointing.file import newest_first, time_of
 
 if TYPE_CHECKING:
@@ -137,6 +136,8 @@ def _of_interrupted_job(state: "RunState", entry_point: str) -> str:
 
 def _last(state: "RunState", trainer: object, entry_point: str) -> str | None:
     """Return Ray's last checkpoint, or the newest of the last ones of all callbacks; None if there is none."""
+    from equipoise.parallel.ray_context import is_in_ray, last_reported_checkpoint
+
     # 0. Ray has started the workers of this run anew.
     reported = last_reported_checkpoint()
     if reported is not None:

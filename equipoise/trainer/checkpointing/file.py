@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from equipoise.safe_loading.archive import OpenArchive
 
 __all__ = [
+    "OUR_KEY",
     "check_contents",
     "check_is_file",
     "explaining_reads",
@@ -42,6 +43,9 @@ __all__ = [
 ]
 
 P = TypeVar("P", bound=str | os.PathLike[str])
+
+# The entry that Lightning's checkpoints do not have.
+OUR_KEY = "equipoise"
 
 # Types of plain values, besides containers and tensors.
 _PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.device, torch.Size)

@@ -36,19 +36,15 @@ from equipoise.trainer.checkpointing.entry_checks import (
     random_state,
     text,
 )
+from equipoise.trainer.checkpointing.file import OUR_KEY
 
 __all__ = [
-    "OUR_KEY",
     "check_layout",
     "check_like",
     "check_optimizer_shapes",
     "check_optimizer_state",
     "check_version",
 ]
-
-
-# The entry that Lightning's checkpoints do not have.
-OUR_KEY = "equipoise"
 
 
 def check_layout(checkpoint: dict[str, Any]) -> None:

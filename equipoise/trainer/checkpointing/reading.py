@@ -16,13 +16,14 @@ from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
 from equipoise.trainer.checkpointing.file import (
+    OUR_KEY,
     check_contents,
     check_is_file,
     explaining_reads,
     open_checkpoint,
     read_checkpoint,
 )
-from equipoise.trainer.checkpointing.layout import OUR_KEY, check_layout, check_version
+from equipoise.trainer.checkpointing.layout import check_layout, check_version
 from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 
 __all__ = ["ReadValues", "check_is_no_part", "load_checkpoint", "open_any_checkpoint", "read_folder", "run_of"]

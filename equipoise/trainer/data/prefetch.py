@@ -11,17 +11,16 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.notices import rank_zero_warn
-from equipoise.to_device import to_device
+from equipoise.to_device import copy_batch, to_device
 from equipoise.trainer.settings.step_choices import PrefetchChoice
 
-__all__ = ["Prefetch", "copy_batch"]
+__all__ = ["Prefetch"]
 
 # Bytes of a batch. CUDA puts smaller ones into the queue of the device with their values, and does not wait.
 _LEAST_BYTES = 1 << 16
@@ -34,23 +33,11 @@ _PLAIN = frozenset({tuple, list, dict})
 _MAPPINGS = frozenset({OrderedDict, UserDict, defaultdict})
 
 
-def copy_batch(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device; a tensor, or tensors in a tuple or list, that are on it are returned as they are."""
-    # This runs for every batch. The comparison costs less than the names of devices.
-    entries = batch if type(batch) in (tuple, list) else (batch,)
-    for tensor in entries:
-        if type(tensor) is not Tensor:
-            return move_data_to_device(batch, device)
-        if tensor.device != device and not (tensor.is_cpu and device.type == "cpu"):
-            return move_data_to_device(batch, device)
-    return batch
-
-
 class Prefetch:
     """Copies the batches of a run beside the computation, where that is possible.
 
     Args:
-        choice: True; False: never; "auto": batches of at least 64 KiB, or 1 MiB if all of it is pinned.
+        choice: True; "auto": batches of at least 64 KiB, or 1 MiB if all of it is pinned.
 
     Example:
         >>> batch = (torch.ones(2), "a name")
@@ -74,10 +61,8 @@ class Prefetch:
             devices: The devices of the run.
             user_copies: Whether a hook of the user's copies batches instead. Default: False.
         """
-        if self._choice is False:
-            return copy_batch
         if all(device.type != "cuda" for device in devices):
-            self._report("batches are copied beside the computation on CUDA devices alone", unasked=False)
+            self._report("batches are copied beside the computation on CUDA devices alone")
             return copy_batch
         if user_copies:
             self._report("`transfer_batch_to_device` is overridden, so the copy is the user's own")
@@ -127,14 +112,14 @@ class Prefetch:
             # freed, which no other stream can have.
             return None
 
-    def _report(self, reason: str, *, unasked: bool = True) -> None:
-        """Tell the user once in a run why batches are not prefetched; `unasked`: also one who has not asked for it."""
+    def _report(self, reason: str) -> None:
+        """Tell the user once in a run why batches are not prefetched."""
         if reason in self._reported:
             return
         self._reported.add(reason)
         if self._choice is True:
             rank_zero_warn(f"prefetch=True has no effect here: {reason}.")
-        elif unasked:
+        else:
             rank_zero_info(f"prefetch is off: {reason}.")
 
 

@@ -23,7 +23,6 @@ from lightning.pytorch.loggers import CSVLogger
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.trainer.checkpointing.atomic_file import write_atomically
-from equipoise.trainer.checkpointing.entry_checks import loading
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
 
@@ -84,6 +83,8 @@ def continue_files(loggers: Sequence[Any], checkpoint: dict[str, Any]) -> None:
     Raises:
         CheckpointError: If that entry is damaged.
     """
+    from equipoise.trainer.checkpointing.entry_checks import loading
+
     with loading("equipoise"):
         saved = checkpoint.get("equipoise", {}).get("rows", [])
         # A run may have more loggers than the one before it.

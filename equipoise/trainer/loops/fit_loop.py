@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.interop.lightning.classes import is_stock
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
-from equipoise.trainer.diagnostics.monitors import check_monitors
-from equipoise.trainer.evaluation.shared_metrics import separated_metrics
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.logging.logger_output import LoggerOutput
 from equipoise.trainer.loops.after_batch import AfterBatch
@@ -400,7 +400,9 @@ class FitLoop:
         if call_module is not None:
             call_module()
         self.logs.share_values()
-        if epoch.processed == 1:
+        if epoch.processed == 1 and any(is_stock(callback, EarlyStopping) for callback in self.state.callbacks):
+            from equipoise.trainer.diagnostics.monitors import check_monitors
+
             check_monitors(
                 self.state, self.logs, validates=self.is_validation_enabled(), has_validated=self.val_loop.has_run
             )
@@ -428,6 +430,8 @@ class FitLoop:
 
     def _validate(self, window_ended: bool) -> None:
         """Validate between two batches."""
+        from equipoise.trainer.evaluation.shared_metrics import separated_metrics
+
         if self.replica_check is not None:
             self.replica_check.compare_noted()
         self.fit.has_validated_in_epoch = True

@@ -15,9 +15,7 @@ from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.file import is_plain
-from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.checkpointing.file import OUR_KEY, is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.hooks.hooks import Hooks
@@ -126,6 +124,8 @@ class PositionOfRun:
 
     def load_logs(self, position: dict[str, Any]) -> None:
         """Restore the values that the epoch had logged, and the states of the metrics."""
+        from equipoise.trainer.checkpointing.entry_checks import loading
+
         with loading(OUR_KEY):
             self._logs.load_state_dict(position["logs"], self._fit.collection, named_metrics(self._module))
         load_metric_states(self._module, position["metrics"])

@@ -4,7 +4,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.notices import rank_zero_warn
-from equipoise.parallel.communication.agreements import is_true_in_any
 from equipoise.parallel.communication.processes import Processes
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.runtime.signals import EndOnSignal
@@ -88,6 +87,9 @@ class Stopping:
 
     def share_request(self) -> None:
         """Let all processes know if a hook of the batch, which only some of them called, has asked training to stop."""
+        # The epoch has loaded it: no other step is uneven.
+        from equipoise.parallel.communication.agreements import is_true_in_any
+
         state = self.state
         if is_true_in_any(state.should_stop, self.processes) and not state.should_stop:
             state.should_stop = True

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from equipoise.parallel.communication.agreements import is_true_in_any
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from equipoise.trainer.hooks.hooks import Hooks
@@ -134,6 +133,8 @@ class TrainingEpoch:
         hook = self.hooks.bind("on_train_batch_start")
         if hook is None and not fit.data.together:
             return None
+        from equipoise.parallel.communication.agreements import is_true_in_any
+
         stream = fit.data.open_stream
         processes = self.strategy.processes
 

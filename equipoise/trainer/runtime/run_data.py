@@ -1,9 +1,9 @@
 """RunData: the data of one run. Loaders are requested from their sources, batches are read, and copied to devices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,11 +12,14 @@ from equipoise.parallel.snapshot import random_state
 from equipoise.precision import Precision
 from equipoise.strategies.distributed.run_steps import RunSteps
 from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.to_device import copy_batch
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loaders import Loaders, Source
-from equipoise.trainer.data.prefetch import Prefetch
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.state.run_state import RunState
+
+if TYPE_CHECKING:
+    from equipoise.trainer.data.prefetch import Prefetch
 
 __all__ = ["RunData"]
 
@@ -40,8 +43,8 @@ class RunData:
         self._strategy = strategy
         self._hooks = hooks
         self._precision = precision
-        # Copies batches beside the computation, where that is possible.
-        self._prefetch = Prefetch(state.prefetch)
+        # Copies batches beside the computation; made on its first use.
+        self._prefetch: Prefetch | None = None
 
     @property
     def can_validate(self) -> bool:
@@ -112,7 +115,7 @@ class RunData:
         move = hooks.bind_data("transfer_batch_to_device")
         after = hooks.bind_data("on_after_batch_transfer")
         action = hooks.action_of_strategy("batch_to_device")
-        copy = self._prefetch.copier(self._strategy.devices, user_copies=move is not None)
+        copy = self._copier(user_copies=move is not None)
         is_plain = convert is None and before is None and move is None and after is None
         if is_plain:
             return hooks.profiled(copy, action)
@@ -132,6 +135,18 @@ class RunData:
             return batch
 
         return hooks.profiled(transfer, action)
+
+    def _copier(self, *, user_copies: bool) -> Callable[[Any, torch.device], Any]:
+        """Return the function that copies a batch, beside the computation where that is possible."""
+        choice = self._state.prefetch
+        devices = self._strategy.devices
+        if choice is False or (choice == "auto" and all(device.type != "cuda" for device in devices)):
+            return copy_batch
+        if self._prefetch is None:
+            from equipoise.trainer.data.prefetch import Prefetch
+
+            self._prefetch = Prefetch(choice)
+        return self._prefetch.copier(devices, user_copies=user_copies)
 
     def batches(self, stream: BatchStream, action: str, num_read: int = 0) -> Iterable[Any]:
         """Return the batches of a stream; a profiler, or a callback that wraps calls, measures the reading of each.

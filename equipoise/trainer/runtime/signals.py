@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from equipoise.parallel.communication.processes import Processes
 from equipoise.parallel.communication.rank import slurm_job
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.runtime import slurm
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["EndOnSignal", "signals_noted", "uninterrupted"]
@@ -128,9 +127,11 @@ class EndOnSignal:
         state = self._state
         if slurm_job() is None or not state.fitting:
             raise SIGTERMException
+        from equipoise.trainer.runtime.slurm import checkpoint_path, requeue
+
         # Before the sanity check has ended, there is nothing to save.
         if not state.sanity_checking:
-            path = slurm.checkpoint_path(state)
+            path = checkpoint_path(state)
             self._save_checkpoint(path)
             folders = self._strategy.portable.folders
             if folders is not None:
@@ -140,7 +141,7 @@ class EndOnSignal:
             raise SIGTERMException
         processes = self._strategy.processes
         if processes.is_main:
-            slurm.requeue()
+            requeue()
         # The end of one task may end the others.
         processes.barrier("requeue")
         raise SIGTERMException(os.EX_TEMPFAIL)

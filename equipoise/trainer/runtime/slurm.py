@@ -1,7 +1,7 @@
 """Slurm jobs that are requeued: their checkpoint, and its discovery after the restart.
 
 A program may fit several times in one folder. Each of these fits has a file of its own, by its number: the program
-calls them in the same order when Slurm starts it once more.
+calls them in the same order when Slurm starts it once more. All functions are for a process in a job.
 """
 
 import os
@@ -24,7 +24,7 @@ _fits: Counter[AnyPath] = Counter()
 
 def count_fit(state: RunState) -> None:
     """Note that a run begins, before it goes to other processes."""
-    if slurm_job() is not None and state.fitting:
+    if state.fitting:
         folder = _folder(state)
         _fits[folder] += 1
         state.number_of_fit = _fits[folder]
@@ -49,9 +49,7 @@ def checkpoint_path(state: RunState) -> AnyPath:
 def interrupted_checkpoint(state: RunState) -> Path | str | None:
     """Return the checkpoint from which a job continues that Slurm has started once more; None if there is none."""
     # 1. Only a fit in a job that Slurm has started again continues.
-    if not state.fitting or slurm_job() is None:
-        return None
-    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    if not state.fitting or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return None
 
     # 2. The file of this fit.
@@ -71,9 +69,9 @@ def interrupted_checkpoint(state: RunState) -> Path | str | None:
     return None
 
 
-def forget_checkpoint(state: RunState, *, is_main: bool) -> None:
+def forget_checkpoint(state: RunState) -> None:
     """Remove the checkpoint of an earlier interruption after a fit that came to its end."""
-    if slurm_job() is not None and state.fitting and is_main:
+    if state.fitting:
         remove_checkpoint(checkpoint_path(state))
 
 

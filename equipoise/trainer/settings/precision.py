@@ -2,16 +2,18 @@
 
 import os
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch.overrides import TorchFunctionMode
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.lightning.arguments.plugins import PluginsInUse, read_precision, sort_plugins
 from equipoise.precision import Precision, make_precision
 from equipoise.trainer.settings.arguments import check_flags
+
+if TYPE_CHECKING:
+    from equipoise.interop.lightning.arguments.plugins import PluginsInUse
 
 __all__ = ["module_init_context", "select_plugins", "select_precision", "set_torch_flags"]
 
@@ -42,12 +44,14 @@ def set_torch_flags(deterministic: bool | str | None, benchmark: bool | None) ->
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def select_plugins(plugins: Any) -> PluginsInUse:
+def select_plugins(plugins: Any) -> "PluginsInUse":
     """Return the plugins by what they are for, and complete a CheckpointIO that wraps another one.
 
     Raises:
         ConfigurationError: If one has no meaning here; the message names the argument that replaces it.
     """
+    from equipoise.interop.lightning.arguments.plugins import sort_plugins
+
     in_use = sort_plugins(plugins)
     checkpoint_io = in_use.checkpoint_io
     # Some wrap another one; Lightning's trainer would set it.
@@ -60,12 +64,16 @@ def select_precision(precision: Any, device_type: str) -> Precision:
     """Return the precision.
 
     Args:
-        precision: A name, or one of Lightning's plugins.
+        precision: A name, or one of Lightning's plugins. None: "32-true".
         device_type: The type of the devices, such as "cpu" or "cuda".
 
     Raises:
         ConfigurationError: If there is no such precision, or the devices cannot compute in it.
     """
+    if precision is None:
+        return make_precision(None, device_type)
+    from equipoise.interop.lightning.arguments.plugins import read_precision
+
     chosen = read_precision(precision)
     if chosen.device_type not in (None, device_type):
         raise ConfigurationError(

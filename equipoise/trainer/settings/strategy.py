@@ -7,8 +7,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.parallel.communication.rank import Rank, find_rank
-from equipoise.parallel.workers.availability import can_start_workers
-from equipoise.strategies.by_name import make_strategy, strategy_names
 from equipoise.strategies.single_device import SingleDeviceStrategy
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.settings.arguments import check_choice, check_count
@@ -49,6 +47,7 @@ def _strategy_named(name: Any, devices: Sequence[torch.device], rank: Rank | Non
     if isinstance(name, str) and name.lower() == "auto":
         return _default_strategy(devices, rank)
     # Most programs leave the choice to the trainer.
+    from equipoise.strategies.by_name import make_strategy, strategy_names
     from equipoise.trainer.settings.from_lightning.strategy_names import lightning_strategy, refuse_object
 
     if not isinstance(name, str):
@@ -75,6 +74,9 @@ def _default_strategy(devices: Sequence[torch.device], rank: Rank | None) -> Str
         knows_all_devices = len(devices) == processes
     if len(devices) == 1 and processes == 1:
         return SingleDeviceStrategy()
+    from equipoise.parallel.workers.availability import can_start_workers
+    from equipoise.strategies.by_name import make_strategy
+
     are_unequal = knows_all_devices and _are_unequal(devices)
     if rank is None and not can_start_workers():
         name = "balanced" if are_unequal else "dp"

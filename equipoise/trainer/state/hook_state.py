@@ -26,8 +26,7 @@ from equipoise.parallel.snapshot.generators import linked
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.state import PlainState, State
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.layout import OUR_KEY
+from equipoise.trainer.checkpointing.file import OUR_KEY
 from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 
 if TYPE_CHECKING:
@@ -186,6 +185,7 @@ class HookState:
 
     def _restore(self, roots: dict[str, Root], changes: State) -> None:
         from equipoise.parallel.snapshot.plain.merging import bring_back
+        from equipoise.trainer.checkpointing.entry_checks import loading
 
         with loading(OUR_KEY):
             bring_back(roots, changes, self._state, self._strategy.root_device, self._conflicts)

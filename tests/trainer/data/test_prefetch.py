@@ -11,9 +11,13 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from equipoise import Trainer
+from equipoise import SingleDeviceStrategy, Trainer
+from equipoise.precision import make_precision
 from equipoise.trainer.data import prefetch
 from equipoise.trainer.data.prefetch import Prefetch, copy_batch
+from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.runtime.run_data import RunData
+from equipoise.trainer.state.run_state import RunState
 from equipoise.tree import tensors_in
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
@@ -28,10 +32,16 @@ def test_other_choices_are_refused(wrong: Any) -> None:
     refuses(lambda: Trainer(prefetch=wrong), 'prefetch must be "auto", True or False, not ' + repr(wrong))
 
 
-@pytest.mark.parametrize("choice", ["auto", False])
-def test_the_cpu_keeps_the_plain_copy(choice: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("choice", "device"), [("auto", CPU), (False, CPU), (False, CUDA)])
+def test_the_plain_copy_stays(choice: Any, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """On the CPU, and where prefetch is off."""
+    state = RunState(root_dir="")
+    state.prefetch = choice
+    strategy = SingleDeviceStrategy()
+    strategy.devices = [device, device]
+    hooks = Hooks(trainer=None, state=state, module=Small(), datamodule=None, strategy_name="any")
     with caplog.at_level(logging.INFO):
-        copier = Prefetch(choice).copier([CPU, CPU])
+        copier = RunData(state, strategy, hooks, make_precision(None, "cpu"), {}).make_transfer()
     assert copier is copy_batch
     assert not caplog.records
 
@@ -41,10 +51,6 @@ def test_who_asks_for_it_on_the_cpu_is_told_once() -> None:
     with pytest.warns(UserWarning, match="prefetch=True has no effect here: .* CUDA devices alone") as caught:
         run.fit(Small(), loader())
     assert len([warning for warning in caught if "prefetch" in str(warning.message)]) == 1
-
-
-def test_false_is_never() -> None:
-    assert Prefetch(False).copier([CUDA]) is copy_batch
 
 
 def test_a_batch_for_the_cpu_among_cuda_devices_is_copied_plainly() -> None:

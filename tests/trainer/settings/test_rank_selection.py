@@ -76,7 +76,7 @@ def test_a_plain_trainer_on_a_cpu() -> None:
 
 
 def test_several_gpus_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch, gpus: None) -> None:
-    monkeypatch.setattr("equipoise.trainer.settings.strategy.can_start_workers", lambda: False)
+    monkeypatch.setattr("equipoise.parallel.workers.availability.can_start_workers", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["slow", "fast", "fast"][device.index])
     kinds = {1: SingleDeviceStrategy, 2: DataParallelStrategy, 3: BalancedDataParallelStrategy}
     for count, kind in kinds.items():

@@ -13,11 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from equipoise.errors import ConfigurationError
 from equipoise.interop.torch.optimizers import has_step_hooks, may_decide_by_loss
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.optimization.configuration.scheduler_config import (
-    check_scheduler,
-    describe_value,
-    scheduler_config,
-)
+from equipoise.validation import describe_value
 
 __all__ = ["NoOptimizer", "move_state", "parse_optimizers", "takes_no_closure"]
 
@@ -83,6 +79,10 @@ def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optim
             several_optimizers.warn_of_unstepped(optimizers, module)
 
     # 3. The configuration of each scheduler.
+    if not schedulers:
+        return optimizers, []
+    from equipoise.trainer.optimization.configuration.scheduler_config import check_scheduler, scheduler_config
+
     configs = [scheduler_config(scheduler, module) for scheduler in schedulers]
     for config in configs:
         check_scheduler(config, optimizers, module)

@@ -12,12 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_overridden
 from equipoise.notices import rank_zero_warn
-from equipoise.validation import is_whole
+from equipoise.validation import describe_value, is_whole
 
-__all__ = ["check_scheduler", "describe_value", "scheduler_config"]
+__all__ = ["check_scheduler", "scheduler_config"]
 
-# Values of a longer text are not shown in messages.
-_LONGEST_TEXT = 60
 # Keys that say how the trainer steps a scheduler, which it does in automatic optimisation only.
 _AUTOMATIC_KEYS = ("reduce_on_plateau", "monitor", "strict")
 
@@ -118,15 +116,3 @@ def check_scheduler(config: LRSchedulerConfig, optimizers: list[Optimizer], modu
             f"The scheduler {name} belongs to another optimiser than `configure_optimizers` returned. Make it for that"
             " one."
         )
-
-
-def describe_value(value: Any) -> str:
-    """Return a value and its type, on one short line."""
-    if value is None:
-        return "None"
-    if isinstance(value, type):
-        return f"the class {value.__name__}, not an object of it"
-    text = repr(value)
-    if len(text) > _LONGEST_TEXT or "\n" in text:
-        text = "something"
-    return f"{text} of type {type(value).__name__}"

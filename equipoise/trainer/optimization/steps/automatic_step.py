@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from equipoise.errors import StepError
-from equipoise.memory.out_of_memory import Phase
 from equipoise.parallel.batches.weighting import Weight
 from equipoise.parallel.step_protocols import NO_RESULT, StepResult
 from equipoise.trainer.hooks.hooks import Hooks
@@ -18,6 +17,9 @@ from equipoise.trainer.optimization.steps.batch_weight import BatchWeight, check
 from equipoise.trainer.optimization.steps.module_step import EXPLAINED, ModuleStep, explain_error
 from equipoise.trainer.optimization.steps.step_extension import Context
 from equipoise.trainer.optimization.steps.window_gradients import WindowGradients
+
+if TYPE_CHECKING:
+    from equipoise.memory.out_of_memory import Phase
 
 __all__ = ["AutomaticStep"]
 
@@ -89,7 +91,7 @@ class AutomaticStep(ModuleStep):
         self._had_backward = False
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> "Phase":
         """The phase of the present part: "forward" or "backward"."""
         return "backward" if self._had_backward else "forward"
 
