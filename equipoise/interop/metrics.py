@@ -1,50 +1,47 @@
-"""States of metrics: read, restore and merge them, which torchmetrics has no public names for."""
+"""States of metrics: read, removed and restored, which torchmetrics has no public names for."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from equipoise.errors import ConfigurationError, StepError
-from equipoise.interleave import interleave
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.interop.refusal import refusal
 
 __all__ = [
-    "MeanOfMetrics",
+    "COMPUTED",
+    "COUNT",
+    "LAST",
     "MetricCopy",
     "MetricState",
-    "join_metrics",
+    "check_names",
+    "default_of",
     "last_batch_value",
     "link_collections",
     "load_metric_states",
-    "merge_metric_states",
-    "merge_saved_states",
     "metric_states",
-    "metrics_of",
+    "on_device",
     "other_state",
+    "reduction_of",
     "restore_metric_state",
     "state_on_cpu",
-    "states_to_send",
+    "states_of",
     "take_metric_state",
 ]
 
-
 # The value that `forward` has returned; the value that `compute` has returned, until the next update; the number of
 # updates, which has no public setter. Lightning reads the first of them, too.
-_LAST = "_forward_cache"
-_COMPUTED = "_computed"
-_COUNT = "_update_count"
+LAST = "_forward_cache"
+COMPUTED = "_computed"
+COUNT = "_update_count"
 # The values of states before the first update, and the functions that reduce states.
 _DEFAULTS = "_defaults"
 _REDUCTIONS = "_reductions"
-_NEEDED = (_COMPUTED, _COUNT, _DEFAULTS, _REDUCTIONS)
+_NEEDED = (COMPUTED, COUNT, _DEFAULTS, _REDUCTIONS)
 
 
-def _check_names(metric: Metric) -> None:
+def check_names(metric: Metric) -> None:
     """Refuse what cannot do without the names."""
     attributes = vars(metric)
     missing = [f"Metric.{name}" for name in _NEEDED if name not in attributes]
@@ -62,58 +59,7 @@ def last_batch_value(metric: Metric) -> Any:
 
     `forward` returns this value to the user, but `self.log` receives only the metric.
     """
-    return getattr(metric, _LAST, None)
-
-
-class MeanOfMetrics(Metric):
-    """The mean of the values of several metrics, for logs.
-
-    Args:
-        metrics: The metrics, which are updated elsewhere.
-    """
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        # In a tuple, so that they are no children.
-        self.metrics = tuple(metrics)
-        super().__init__()
-        # Torchmetrics' wrapper would keep the first value, since this metric is never updated itself.
-        self.compute = self._mean  # type: ignore[method-assign]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the metrics are updated elsewhere."""
-
-    def compute(self) -> Any:
-        """Return the mean of the metrics' values."""
-        return self._mean()
-
-    def reset(self) -> None:
-        """Reset the metrics."""
-        for metric in self.metrics:
-            metric.reset()
-
-    def _mean(self) -> Any:
-        return _mean_of([metric.compute() for metric in self.metrics])
-
-    def last_value(self) -> Any:
-        """Return the mean of the values that the metrics computed for their last batches; see `last_batch_value`."""
-        values = [last_batch_value(metric) for metric in self.metrics]
-        if any(value is None for value in values):
-            return None
-        return _mean_of(values)
-
-
-# What torchmetrics sets there is ignored.
-setattr(MeanOfMetrics, _LAST, property(MeanOfMetrics.last_value, lambda *_: None))
-
-
-def _mean_of(values: Sequence[Any]) -> Any:
-    """Return the mean of tensors. Values of another kind cannot be logged, so any of them will do for the error."""
-    if not all(isinstance(value, Tensor) for value in values):
-        return values[0]
-    stacked = torch.stack(list(values))
-    if not stacked.is_floating_point():
-        stacked = stacked.float()
-    return stacked.mean(0)
+    return getattr(metric, LAST, None)
 
 
 def link_collections(module: nn.Module) -> None:
@@ -148,10 +94,10 @@ def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
         metric = metrics.get(name)
         if metric is None:
             continue
-        _check_names(metric)
+        check_names(metric)
         # A checkpoint is read to the CPU, while the next update computes on the metric's device.
         copies = _copied(saved["state"], metric.device)
-        restore_metric_state(metric, {**copies, _COUNT: saved["count"], _COMPUTED: None})
+        restore_metric_state(metric, {**copies, COUNT: saved["count"], COMPUTED: None})
 
 
 def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
@@ -172,8 +118,8 @@ def _copied(state: dict[str, Any], device: torch.device | None = None) -> dict[s
 
 MetricState = dict[str, Any]
 # A metric without states of its own never counts updates.
-_EMPTY_WRAPPER = {_COMPUTED: None, _LAST: None}
-_EMPTY = {_COUNT: 0} | _EMPTY_WRAPPER
+_EMPTY_WRAPPER = {COMPUTED: None, LAST: None}
+_EMPTY = {COUNT: 0} | _EMPTY_WRAPPER
 
 
 def take_metric_state(metric: Metric) -> MetricState:
@@ -184,21 +130,21 @@ def take_metric_state(metric: Metric) -> MetricState:
     Raises:
         ConfigurationError: If torchmetrics keeps the state in an unknown way.
     """
-    _check_names(metric)
+    check_names(metric)
     # 1. Read the state.
-    names = _states_of(metric)
+    names = states_of(metric)
     empty = _EMPTY if names else _EMPTY_WRAPPER
     state = {name: getattr(metric, name) for name in (*names, *empty)}
     # 2. Replace it by the defaults.
     fresh: MetricState = {}
     for name in names:
-        default = _default(metric, name)
+        default = default_of(metric, name)
         fresh[name] = default if isinstance(default, list) else default.to(metric.device)
     restore_metric_state(metric, fresh | empty)
     return state
 
 
-def _states_of(metric: Metric) -> list[str]:
+def states_of(metric: Metric) -> list[str]:
     """Return the names of the states that a metric holds itself.
 
     A wrapper also shows the states of the metric inside it; these are left out.
@@ -239,7 +185,7 @@ class MetricCopy:
     """
 
     def __init__(self, state: MetricState) -> None:
-        self.update_count: int = state.get(_COUNT, 0)
+        self.update_count: int = state.get(COUNT, 0)
         vars(self).update(state)
 
 
@@ -250,320 +196,23 @@ def state_on_cpu(state: MetricState) -> MetricState:
     for name, value in state.items():
         if isinstance(value, Tensor):
             value = value.detach()
-        sent[name] = _on(value, cpu) if isinstance(value, Tensor | list) else value
-    return {**sent, _COMPUTED: None}
+        sent[name] = on_device(value, cpu) if isinstance(value, Tensor | list) else value
+    return {**sent, COMPUTED: None}
 
 
-def merge_metric_states(
-    metrics: list[Metric], before: list[MetricState], parts: Sequence[Sequence[Any]], weights: list[Any]
-) -> None:
-    """Merge into metrics their state before a batch and the states of their copies, one per part of the batch.
-
-    Values that `forward` returned for the parts are computed again for the batch. This happens while all metrics hold
-    the state of this batch alone, because one metric may compute from others.
-
-    Args:
-        metrics: The metrics.
-        before: The states that `take_metric_state` returned for each before the batch.
-        parts: The copies of each, in the order of the parts: metrics, or a `MetricCopy` for each.
-        weights: The weights of the parts.
-
-    Raises:
-        StepError: If the states of a metric cannot be merged.
-    """
-    # 1. Merge the parts, and note the values of `forward` before the next step replaces them.
-    batches = []
-    forward_values = []
-    copies_by_metric = zip(metrics, parts, strict=True)
-    for metric, copies in copies_by_metric:
-        batch = _batch_state(metric, copies, weights)
-        values = _forward_values(copies)
-        batches.append(batch)
-        forward_values.append(values)
-    # 2. Let all metrics hold the state of the batch alone.
-    states = zip(metrics, batches, strict=True)
-    for metric, batch in states:
-        restore_metric_state(metric, {**batch, _COMPUTED: None})
-    # 3. Compute the value of the batch.
-    for metric, values in zip(metrics, forward_values, strict=True):
-        _set_batch_value(metric, values)
-    # 4. Add the state before the batch.
-    for metric, earlier, batch in zip(metrics, before, batches, strict=True):
-        _add_earlier_state(metric, earlier, batch)
-
-
-def _forward_values(copies: Sequence[Any]) -> list[Any]:
-    """Return the values that `forward` of the copies returned."""
-    values = [getattr(copy, _LAST, None) for copy in copies]
-    return [value for value in values if value is not None]
-
-
-def _set_batch_value(metric: Metric, values: list[Any]) -> None:
-    """Set the value of the last batch from the values of its parts."""
-    value = None
-    if len(values) > 1:
-        value = metric.compute()
-    elif values:
-        value = values[0]
-    restore_metric_state(metric, {_LAST: value})
-
-
-def _add_earlier_state(metric: Metric, earlier: MetricState, batch: MetricState) -> None:
-    """Merge the state before a batch into a metric that holds the state of the batch."""
-    if not batch.get(_COUNT):
-        # The metric was not updated, or has no states.
-        if last_batch_value(metric) is None:
-            restore_metric_state(metric, earlier)
-        return
-    counts = [earlier[_COUNT], batch[_COUNT]]
-    merged = dict(batch)
-    if earlier[_COUNT]:
-        for name in _states_of(metric):
-            value = earlier[name]
-            merged[name] = _reduced(metric, name, [value, batch[name]], counts)
-    merged[_COUNT] = sum(counts)
-    merged[_COMPUTED] = None
-    restore_metric_state(metric, merged)
-
-
-def _batch_state(metric: Metric, copies: Sequence[Any], weights: list[Any]) -> MetricState:
-    """Merge the states of a metric's copies, without copies that were not updated."""
-    names = _states_of(metric)
-    updated = []
-    updated_weights = []
-    for copy, weight in zip(copies, weights, strict=True):
-        if copy.update_count:
-            updated.append(copy)
-            updated_weights.append(weight)
-    if not names or not updated:
-        return {}
-    state: MetricState = {}
-    for name in names:
-        values = [_on(getattr(copy, name), metric.device) for copy in updated]
-        state[name] = _reduced(metric, name, values, updated_weights)
-    state[_COUNT] = max(copy.update_count for copy in updated)
-    return state
-
-
-def _on(state: Any, device: torch.device) -> Any:
+def on_device(state: Any, device: torch.device) -> Any:
+    """Return a state, a tensor or a list of tensors, on a device."""
     if isinstance(state, list):
         return [item.to(device) for item in state]
     return state.to(device)
 
 
-def _reduced(metric: Metric, name: str, states: list[Any], weights: list[Any], *, interleaved: bool = False) -> Any:
-    """Merge one state of a metric with the reduction that the metric declares; lists stay lists."""
-    if len(states) == 1:
-        return states[0]
-    reduction = _reduction_of(metric, name)
-    if isinstance(states[0], list):
-        return interleave(states) if interleaved else [item for items in states for item in items]
-    if reduction is dim_zero_cat:
-        # Scalars have no dimension to concatenate.
-        vectors = []
-        for state in states:
-            if state.ndim == 0:
-                state = state.reshape(1)
-            vectors.append(state)
-        return torch.cat(vectors)
-    if reduction is dim_zero_mean:
-        total = sum(weights)
-        mean = 0
-        for state, weight in zip(states, weights, strict=True):
-            mean = mean + state * (weight / total)
-        return mean
-    # A function of the user reduces the stacked states, as in torchmetrics.
-    if reduction in (dim_zero_sum, dim_zero_max, dim_zero_min) or callable(reduction):
-        return reduction(torch.stack(states))
-    raise StepError(
-        f"The metric {type(metric).__name__} cannot be put together from parts of a batch: it does not say how its"
-        f" state {name!r} is reduced. Take parallelize='forward', where metrics see whole batches, or update it in"
-        " `on_train_batch_end` and its siblings."
-    )
-
-
-def _reduction_of(metric: Metric, name: str) -> Any:
+def reduction_of(metric: Metric, name: str) -> Any:
     """Return the function that reduces a state of a metric; None if the metric declares none."""
     return getattr(metric, _REDUCTIONS)[name]
 
 
-def metrics_of(metrics: nn.Module) -> list[Metric]:
-    """Return a metric and those inside it, or all metrics of a collection."""
-    return [child for child in metrics.modules() if isinstance(child, Metric)]
-
-
-def states_to_send(metrics: nn.Module) -> list[MetricState]:
-    """Return the state and the count of updates of each of `metrics_of`, on the CPU."""
-    link_collections(metrics)
-    cpu = torch.device("cpu")
-    states = []
-    for metric in metrics_of(metrics):
-        state = {name: _on(getattr(metric, name), cpu) for name in _states_of(metric)}
-        state[_COUNT] = metric.update_count
-        states.append(state)
-    return states
-
-
-def join_metrics(metrics: nn.Module, of_processes: Sequence[list[MetricState]]) -> None:
-    """Join into metrics the states of several processes; the metrics then compute without further communication.
-
-    It differs from torchmetrics' own exchange: a process without updates does not count, a mean is weighted by the
-    number of updates, and lists come into the order of batches that were dealt out in turn.
-
-    Args:
-        metrics: A metric or a collection; the same in all processes.
-        of_processes: The states that `states_to_send` returned in each process, in the order of ranks.
-    """
-    # The lists of processes become lists of metrics.
-    states_by_metric = zip(*of_processes, strict=True)
-    for metric, states in zip(metrics_of(metrics), states_by_metric, strict=True):
-        _check_names(metric)
-        # Without this, `compute` would exchange the joined states once more.
-        metric.distributed_available_fn = _never
-        updated = [state for state in states if state[_COUNT]]
-        if updated:
-            _join_metric(metric, updated)
-
-
-def _never() -> bool:
-    return False
-
-
-def _join_metric(metric: Metric, states: list[MetricState]) -> None:
-    """Join into a metric the states of the processes that updated it."""
-    counts = [state[_COUNT] for state in states]
-    names = _states_of(metric)
-    device = metric.device
-    # Items of lists can come into the order of the batches only if there is one for each batch.
-    interleaved = _lists_are_aligned(names, states)
-    joined: MetricState = {}
-    for name in names:
-        value = _joined(metric, name, [state[name] for state in states], counts, interleaved)
-        joined[name] = _on(value, device)
-    joined[_COUNT] = sum(counts)
-    joined[_COMPUTED] = None
-    restore_metric_state(metric, joined)
-
-
-def _lists_are_aligned(names: list[str], states: list[MetricState]) -> bool:
-    """Check that in each process all lists have one length, so that items at one index are of one batch."""
-    list_names = [name for name in names if isinstance(states[0][name], list)]
-    for state in states:
-        lengths = {len(state[name]) for name in list_names}
-        if len(lengths) > 1:
-            return False
-    return True
-
-
-def _joined(metric: Metric, name: str, states: list[Any], counts: list[int], interleaved: bool) -> Any:
-    """Join one state of several processes."""
-    reduction = _reduction_of(metric, name)
-    is_list = isinstance(states[0], list)
-    if not is_list and reduction is None and len(states) > 1:
-        # torchmetrics leaves such states stacked as well; the metric itself reduces them. In older versions a state of
-        # one number has a dimension or none, by the number of updates.
-        if len({state.numel() for state in states}) == 1:
-            states = [state.reshape(states[0].shape) for state in states]
-        return torch.stack(states)
-    joined = _reduced(metric, name, states, counts, interleaved=interleaved)
-    if is_list and reduction not in (None, dim_zero_cat):
-        return reduction(joined)
-    return joined
-
-
-# States of metrics in checkpoints, for another number of processes
-
-SavedState = dict[str, Any]
-
-
-def merge_saved_states(
-    module: nn.Module,
-    of_processes: Sequence[dict[str, SavedState]],
-    rank: int,
-    count: int,
-    *,
-    left_out: Sequence[str] = (),
-) -> dict[str, SavedState]:
-    """Merge the states of metrics of several processes, for one of another number of processes.
-
-    Rank 0 gets what the processes have together, and the other ranks begin anew. A mean goes to all ranks, since
-    torchmetrics takes the mean over the ranks without weights.
-
-    Args:
-        module: The user's module, whose metrics declare how their states are reduced.
-        of_processes: The states that `metric_states` returned in each process, in the order of ranks.
-        rank: The rank of this process.
-        count: The number of processes now.
-        left_out: Names of metrics that are left out if their states cannot be merged. Default: none.
-
-    Raises:
-        ConfigurationError: If a metric does not say how one of its states is merged, and there are too few processes.
-    """
-    metrics = named_metrics(module)
-    merged = {}
-    for name, first in of_processes[0].items():
-        updated = _updated_states(name, of_processes)
-        metric = metrics.get(name)
-        if metric is None or not updated:
-            merged[name] = first
-            continue
-        _check_names(metric)
-        if not _has_separate_state(metric, updated[0]):
-            merged[name] = _merged_for_rank(metric, updated, rank)
-        elif name not in left_out:
-            merged[name] = _separate_for_rank(metric, name, updated, rank, count)
-    return merged
-
-
-def _updated_states(name: str, of_processes: Sequence[dict[str, SavedState]]) -> list[SavedState]:
-    """Return the states of a metric in the processes that have updated it."""
-    states = [states_of_process.get(name) for states_of_process in of_processes]
-    return [state for state in states if state is not None and state["count"]]
-
-
-def _merged_for_rank(metric: Metric, saved: list[SavedState], rank: int) -> SavedState:
-    """Return the state of one metric in one of the processes."""
-    counts = [state["count"] for state in saved]
-    states = [state["state"] for state in saved]
-    first = states[0]
-    names = [name for name in _states_of(metric) if name in first]
-    # Items of lists come into the order of the batches, if there is one for each batch.
-    interleaved = _lists_are_aligned(names, states)
-    merged: MetricState = dict(first)
-    for name in names:
-        values = [state[name] for state in states]
-        is_mean = isinstance(values[0], Tensor) and _reduction_of(metric, name) is dim_zero_mean
-        if rank and not is_mean:
-            merged[name] = _default(metric, name)
-        else:
-            # Lists stay lists, since the metric continues appending.
-            merged[name] = _reduced(metric, name, values, counts, interleaved=interleaved)
-    # A process updates a metric once for each batch, so this counts the batches.
-    return {"state": merged, "count": max(counts)}
-
-
-def _has_separate_state(metric: Metric, saved: SavedState) -> bool:
-    """Return True if a metric has a tensor without a reduction: it merges such states itself, when it computes."""
-    tensors = [name for name in _states_of(metric) if isinstance(saved["state"].get(name), Tensor)]
-    return any(_reduction_of(metric, name) is None for name in tensors)
-
-
-def _separate_for_rank(metric: Metric, name: str, saved: list[SavedState], rank: int, count: int) -> SavedState:
-    """Return one of the states that cannot be merged, or that of a new metric."""
-    holders = len(saved)
-    if holders > count:
-        raise ConfigurationError(
-            f"The checkpoint holds states of the metric {name!r} ({type(metric).__name__}) of {holders} processes,"
-            " which can be computed but not merged: it declares no reduction. Resume with at least as many processes,"
-            " or from a checkpoint of an epoch's end."
-        )
-    if rank < holders:
-        return saved[rank]
-    defaults = {state_name: _default(metric, state_name) for state_name in _states_of(metric)}
-    return {"state": saved[0]["state"] | defaults, "count": 0}
-
-
-def _default(metric: Metric, name: str) -> Any:
+def default_of(metric: Metric, name: str) -> Any:
     """Return the value of a state before the first update."""
     default = getattr(metric, _DEFAULTS)[name]
     if isinstance(default, list):

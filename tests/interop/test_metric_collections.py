@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryAveragePrecision, BinaryF1Score
 
-from equipoise.interop.metrics import join_metrics, load_metric_states, metric_states, metrics_of, states_to_send
+from equipoise.interop.merged_metrics import join_metrics, metrics_of, states_to_send
+from equipoise.interop.metrics import load_metric_states, metric_states
 from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 

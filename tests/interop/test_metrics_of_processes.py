@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from equipoise import ConfigurationError
-from equipoise.interop.metrics import load_metric_states, merge_saved_states, metric_states
+from equipoise.interop.merged_metrics import merge_saved_states
+from equipoise.interop.metrics import load_metric_states, metric_states
 
 
 class AllKinds(Metric):

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from equipoise.callbacks.evaluation.host import EvaluationHost
 from equipoise.errors import StepError
 from equipoise.interleave import interleave
-from equipoise.interop.metrics import join_metrics, states_to_send
+from equipoise.interop.merged_metrics import join_metrics, states_to_send
 from equipoise.memory.devices import PeakMeter
 from equipoise.tree import entries_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from equipoise.interop.metrics import MeanOfMetrics
+from equipoise.interop.merged_metrics import MeanOfMetrics
 from equipoise.parallel.step_protocols import PartwiseStep, StepResult
 from equipoise.tree import items_of, rebuild
 

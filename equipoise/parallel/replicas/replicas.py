@@ -21,13 +21,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from equipoise.errors import StepError
-from equipoise.interop.metrics import (
-    link_collections,
-    merge_metric_states,
-    other_state,
-    restore_metric_state,
-    take_metric_state,
-)
+from equipoise.interop.merged_metrics import merge_metric_states
+from equipoise.interop.metrics import link_collections, other_state, restore_metric_state, take_metric_state
 from equipoise.parallel.device_work import computing_on
 from equipoise.parallel.replicas import coalesced
 from equipoise.parallel.replicas.autograd_link import connect

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from torch import nn
 from torchmetrics import Metric
 
-from equipoise.interop.metrics import link_collections, metrics_of, restore_metric_state, take_metric_state
+from equipoise.interop.merged_metrics import metrics_of
+from equipoise.interop.metrics import link_collections, restore_metric_state, take_metric_state
 from equipoise.interop.module_metrics import named_metrics
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.logging.collection import Collection

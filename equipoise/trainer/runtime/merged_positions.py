@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from equipoise.interop.metrics import merge_saved_states
+from equipoise.interop.merged_metrics import merge_saved_states
 from equipoise.trainer.logging.cross_process import merge_saved_entries
 
 __all__ = ["merged_position"]

@@ -15,13 +15,8 @@ from torchmetrics import Metric
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 
 from equipoise.interop.distributed.processes import collective_count
-from equipoise.interop.metrics import (
-    join_metrics,
-    merge_metric_states,
-    restore_metric_state,
-    states_to_send,
-    take_metric_state,
-)
+from equipoise.interop.merged_metrics import join_metrics, merge_metric_states, states_to_send
+from equipoise.interop.metrics import restore_metric_state, take_metric_state
 from equipoise.interop.torch.loaders import collates_tensors_by_stacking
 from equipoise.interop.torch.modules import (
     References,

@@ -9,11 +9,11 @@ from torchmetrics import Metric
 
 from equipoise.errors import StepError
 from equipoise.extensions.virtual.parts.part_modules import PartModules
+from equipoise.interop.merged_metrics import merge_metric_states
 from equipoise.interop.metrics import (
     MetricCopy,
     MetricState,
     link_collections,
-    merge_metric_states,
     other_state,
     restore_metric_state,
     state_on_cpu,
