@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.build import check_values, plain_values
-from equipoise.app.config.checks import GROUPS, import_paths
+from equipoise.app.config.checks import import_paths
+from equipoise.app.config.keys import GROUPS
 from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.config.suggestions import did_you_mean

@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from equipoise.app.config.annotations import name_of_type, parameters_of
-from equipoise.app.config.checks import GROUPS, locate
+from equipoise.app.config.checks import locate
+from equipoise.app.config.keys import GROUPS
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
 

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 import equipoise
-from equipoise.app.config.checks import GROUPS, KEYS, import_paths, takes_argument
+from equipoise.app.config.checks import import_paths, takes_argument
+from equipoise.app.config.keys import GROUPS, KEYS
 from equipoise.app.config.suggestions import did_you_mean
 
 __all__ = ["explain", "options"]

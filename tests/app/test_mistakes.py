@@ -1,8 +1,11 @@
 """A mistake in a configuration is one message with the way out, exit code 2, no traceback, before any training."""
 
+import os
+
 import pytest
 
 from equipoise.parallel.workers import availability
+from equipoise.parallel.workers.messages.tracebacks import FULL
 from tests.support.projects import write
 
 MISTAKES = [
@@ -103,6 +106,8 @@ MISTAKES = [
     ("fit --trainer.max_epochs=3", "no flag '--trainer.max_epochs'", "as trainer.max_epochs=3"),
     ("fit --config-dir nowhere", "no folder 'nowhere'", "--config-dir"),
     ("fit --config-dir", "must be followed by a folder", ""),
+    ("fit --config-dir= trainer.max_epochs=1", "must be followed by a folder", ""),
+    ("fit -cd=nowhere trainer.max_epochs=1", "no folder 'nowhere'", "--config-dir"),
     ("fit stage=test", "equipoise test, not equipoise fit stage=test", ""),
     ("devices cuda", "takes no arguments", "cuda"),
     ("init", "takes one folder", "nothing"),
@@ -178,6 +183,8 @@ def test_what_is_refused_never_removes_the_folder_where_it_stands(project, equip
 def test_debug_shows_the_traceback(project, equipoise):
     with pytest.raises(ValueError, match=r"did you mean 'trainer\.max_epochs'"):
         equipoise("fit", "trainer.max_epoch=3", "--debug")
+    # Later runs of this process show short tracebacks again.
+    assert FULL not in os.environ
 
 
 def test_so_does_hydras_own_switch(project, equipoise, monkeypatch):

@@ -12,13 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from equipoise.app.config.annotations import check_types, parameters_of
+from equipoise.app.config.keys import KEYS, STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
 
 __all__ = [
-    "GROUPS",
-    "KEYS",
-    "STAGES",
     "check_keys",
     "check_objective",
     "check_targets",
@@ -28,9 +26,6 @@ __all__ = [
     "takes_argument",
 ]
 
-STAGES = ("fit", "validate", "test", "predict")
-GROUPS = ("trainer", "strategy", "precision", "callbacks", "logger", "launcher", "module", "data", "experiment")
-KEYS = (*GROUPS, "stage", "seed", "ckpt_path", "test", "objective", "output_dir", "hydra")
 _OPTIONAL = ("precision", "launcher", "module", "data", "experiment", "objective", "hydra")
 
 # Packages that are imported under another name, by that name.

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from equipoise.app.config.checks import KEYS
+from equipoise.app.config.keys import KEYS
 
 __all__ = ["warn_of_unused_keys"]
 

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from equipoise.errors import ConfigurationError
@@ -19,11 +20,12 @@ _BAR = 12
 _SHORTEST = 0.1
 
 
-def show_devices(arguments: Sequence[str]) -> None:
+def show_devices(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """Run the command.
 
     Args:
         arguments: None, or `--watch`, optionally with seconds between readings, as `--watch=0.5` or `--watch 0.5`.
+        folders: None.
 
     Raises:
         ConfigurationError: If there are other arguments.

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -28,11 +29,12 @@ _COLUMNS = 80
 Row = tuple[str, str]
 
 
-def show_doctor(arguments: Sequence[str]) -> None:
+def show_doctor(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """Run the command.
 
     Args:
         arguments: None, or `--json`.
+        folders: None.
 
     Raises:
         ConfigurationError: If there are other arguments.

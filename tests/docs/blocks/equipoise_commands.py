@@ -6,9 +6,12 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from equipoise.__main__ import _SHELLS, _take_folders, flags_of, main, other_commands
+from equipoise.__main__ import main
+from equipoise.app.command_line.commands import names_of_commands
+from equipoise.app.command_line.completion import SHELLS, flags_of
+from equipoise.app.command_line.folders import take_folders
 from equipoise.app.compose import compose_values
-from equipoise.app.config.checks import STAGES
+from equipoise.app.config.keys import STAGES
 from equipoise.extensions.common.planned_devices import describe_devices
 from equipoise.extensions.comparison.measuring.candidates import chosen_candidates
 from equipoise.extensions.comparison.options import Options
@@ -33,11 +36,11 @@ def check_equipoise(arguments: Sequence[str]) -> None:
     elif command in STAGES or command in ("plan", "savings", "compare"):
         _check_configured(command, rest)
     elif command == "completion":
-        assert rest[0] in _SHELLS
+        assert rest[0] in SHELLS
     elif command == "doctor":
         assert set(rest) <= {"--json"}
     else:
-        assert command in other_commands(), f"there is no command {command}"
+        assert command in names_of_commands(), f"there is no command {command}"
 
 
 def _exit_code(arguments: Sequence[str]) -> int | str | None:
@@ -49,7 +52,7 @@ def _exit_code(arguments: Sequence[str]) -> int | str | None:
 
 
 def _check_configured(command: str, arguments: Sequence[str]) -> None:
-    rest, folders = _take_folders(arguments)
+    rest, folders = take_folders(arguments)
     flags = [argument for argument in rest if argument.startswith("-")]
     for flag in flags:
         assert flag.startswith(tuple(flags_of(command))), f"equipoise {command} has no flag {flag}"

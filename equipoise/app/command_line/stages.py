@@ -1,0 +1,73 @@
+"""The run stages `fit`, `validate`, `test` and `predict`: their flags, keys to explain, and their run by Hydra."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from equipoise.app.command_line.folders import starter_folder, take_folders
+from equipoise.app.command_line.hydra_calls import import_compose, is_override, quoted
+from equipoise.app.config.suggestions import did_you_mean
+from equipoise.errors import ConfigurationError
+
+__all__ = ["STAGE_FLAGS", "run_stage"]
+
+# Hydra's flags, and `--debug`, which is taken out before Hydra reads the arguments.
+STAGE_FLAGS = (
+    *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
+    *("--multirun", "--package", "--resolve", "--run", "--version"),
+)
+
+
+def run_stage(stage: str, arguments: Sequence[str]) -> None:
+    """Run a stage, or explain keys.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+    """
+    # 1. Check the flags, and find the user's folders.
+    for argument in arguments:
+        _check_argument(argument, stage)
+    long_arguments = ["--help" if argument == "-h" else argument for argument in arguments]
+    overrides, folders = take_folders(long_arguments)
+
+    # 2. Explain the keys after `--help`.
+    keys = _keys_to_explain(overrides)
+    if keys:
+        rest = [quoted(argument) for argument in overrides if argument != "--help" and argument not in keys]
+        import_compose().explain_keys(keys, rest, folders)
+        return
+
+    # 3. Run. Hydra takes overrides only before its flags, and the value of a flag stays after the flag.
+    overrides.sort(key=is_override, reverse=True)
+    if folders[0] == starter_folder() / "conf":
+        _announce_example()
+    import_compose().main(stage, [quoted(argument) for argument in overrides], folders)
+
+
+def _check_argument(argument: str, stage: str) -> None:
+    flag = argument.partition("=")[0]
+    if flag.startswith("--") and flag not in STAGE_FLAGS:
+        hint = did_you_mean(flag, STAGE_FLAGS)
+        is_key = "=" in argument or "." in flag
+        if is_key:
+            hint = f"; a key is given without dashes, as {argument[2:]}"
+        raise ConfigurationError(f"There is no flag {flag!r}{hint}")
+    if argument.startswith("stage="):
+        raise ConfigurationError(
+            f"The command itself is the stage: equipoise {argument[6:]}, not equipoise {stage} {argument}."
+        )
+
+
+def _keys_to_explain(arguments: Sequence[str]) -> list[str]:
+    """Return the keys that follow `--help`, which the user wants to be explained."""
+    if "--help" not in arguments:
+        return []
+    start = arguments.index("--help") + 1
+    return [argument for argument in arguments[start:] if not argument.startswith("-") and not is_override(argument)]
+
+
+def _announce_example() -> None:
+    """Report that there is nothing to run here but the example."""
+    print("equipoise: there is no folder conf here, so this is the digits example.", file=sys.stderr)
+    if importlib.util.find_spec("sklearn") is None:
+        raise ConfigurationError("The digits example needs scikit-learn: pip install scikit-learn.")
