@@ -6,20 +6,13 @@ from typing import Any
 
 import torch
 
-from equipoise.extensions.timing.parts import (
-    BACKWARD,
-    COPYING,
-    DATA,
-    FORWARD,
-    REST,
-    STEP,
-)
+from equipoise.extensions.timing.parts import BACKWARD, COPYING, DATA, FORWARD, REST, STEP
 
 __all__ = ["DeviceTimes"]
 
 # A prime, so that the steps are not always the same part of an accumulation window.
 _EVERY = 47
-_BEGIN = ""
+_BEGIN = "begin"
 # The parts of a step in order. An event is recorded at the end of each.
 _PARTS = (DATA, COPYING, FORWARD, BACKWARD, STEP, REST)
 
@@ -27,10 +20,9 @@ _PARTS = (DATA, COPYING, FORWARD, BACKWARD, STEP, REST)
 class DeviceTimes:
     """The time that a device spends from border to border of a step.
 
-    The host is ahead of a device, so its own times tell how long it takes to start the work. Between an event before
-    the reading of a batch and one after it a device waits only if it has nothing left to do.
-
-    Not run on a GPU.
+    The host runs ahead of the device, so its own times are those of launching kernels. Events tell when the device
+    itself passes a border. Between the events before and after the reading of a batch it is idle only if its queue is
+    empty.
 
     Attributes:
         seconds: Seconds of the device by parts, over all steps that were read.
@@ -45,7 +37,7 @@ class DeviceTimes:
         self._step = 0
 
     def begin_step(self) -> None:
-        """End the step before, and record this one if it is its turn and the last record was read."""
+        """End the previous step, and record this one if it is its turn and the last record is read."""
         if self._is_recording:
             self._record(REST)
             self._is_recording = False
@@ -64,31 +56,39 @@ class DeviceTimes:
         if part not in _PARTS:
             return function
 
+        # `forward_backward` (FORWARD) calls `backward` (BACKWARD): the forward ends where the backward begins.
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if part == BACKWARD and self._is_recording:
+            if self._is_recording and part == BACKWARD:
                 self._record(FORWARD)
             result = function(*args, **kwargs)
-            # The call of the forward contains the backward.
-            if self._is_recording and part != FORWARD:
-                self._record(part)
-            elif self._is_recording and BACKWARD not in self._passed:
-                self._record(BACKWARD)
+            if self._is_recording:
+                self._record_end(part)
             return result
 
         return marked
 
     def read(self) -> bool:
-        """Read the last record, without waiting for the device; return False if it has not passed it."""
-        passed = self._passed
-        # A step in parts, such as micro-batches, passes a border again.
-        is_complete = passed[-1:] == [REST] and len(set(passed)) == len(passed)
+        """Add the last record to `seconds`; return False while the device has not passed it.
+
+        A record that is not complete is dropped. So is one of a step in parts, such as micro-batches, which passes
+        borders again.
+        """
+        is_complete = self._passed[-1:] == [REST] and len(set(self._passed)) == len(self._passed)
         if is_complete:
             if not self._events[REST].query():  # type: ignore[no-untyped-call]
                 return False
-            for begin, end in pairwise(passed):
+            for begin, end in pairwise(self._passed):
                 self.seconds[end] += self._events[begin].elapsed_time(self._events[end]) / 1000
-        passed.clear()
+        self._passed.clear()
         return True
+
+    def _record_end(self, part: str) -> None:
+        if part != FORWARD:
+            self._record(part)
+        elif BACKWARD not in self._passed:
+            # Compiled or captured: there is no border within. The whole counts as the backward, and `RunTimes` shows
+            # forward and backward as one.
+            self._record(BACKWARD)
 
     def _record(self, border: str) -> None:
         self._events[border].record()
