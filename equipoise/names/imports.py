@@ -21,18 +21,18 @@ def collector_paused() -> Iterator[None]:
         ...     import equipoise.trainer.trainer
     """
     was_enabled = gc.isenabled()
-    modules = len(sys.modules)
+    num_modules = len(sys.modules)
     if was_enabled:
-        # Garbage of the program, which would become of the oldest generation, too.
+        # Otherwise garbage of the program would reach the oldest generation, too.
         gc.collect(1)
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            # There and back: a program that has set objects aside itself keeps them so. To count those takes time in
-            # proportion to their number, so it is done after an import alone.
-            if len(sys.modules) > modules and gc.get_freeze_count() == 0:
+            # `freeze` and `unfreeze` together move all objects to the oldest generation. What a program has frozen
+            # itself must stay frozen. Counting frozen objects is slow, so it is done only after an import.
+            if len(sys.modules) > num_modules and gc.get_freeze_count() == 0:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
