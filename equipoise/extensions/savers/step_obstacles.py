@@ -9,7 +9,7 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.classes import is_a
-from equipoise.interop.torch.optimizers import has_any_step_hooks, is_of_torch
+from equipoise.interop.torch.optimizers import has_step_hooks, is_of_torch
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
@@ -94,7 +94,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise _refusal(f"{kind} is not one of torch's optimisers, and may look at several parameters in one step")
     if isinstance(optimizer, LBFGS):
         raise _refusal("LBFGS steps all parameters together and computes a batch several times")
-    if has_any_step_hooks(optimizer):
+    if has_step_hooks(optimizer):
         raise _refusal(f"a hook on the step of {kind} would run for each parameter")
 
 

@@ -5,7 +5,6 @@ Private names stand here with the reason why nothing public does; a test notices
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,8 @@ from equipoise.interop.adapters import find, find_if_tested
 
 __all__ = [
     "fuse",
-    "has_any_step_hooks",
     "has_step_hooks",
+    "has_step_pre_hooks",
     "is_of_torch",
     "may_decide_by_loss",
     "only_parameter",
@@ -31,7 +30,6 @@ _profiler_enabled: Callable[[], bool] | None = find_if_tested("torch._C._autogra
 _global_pre_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_pre_hooks")
 _global_post_hooks: dict[int, Any] | None = find("torch.optim.optimizer._global_optimizer_post_hooks")
 
-
 # The constructor of an optimiser sets this attribute with `fused=True`; nothing public sets it later.
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 # The hooks before the step of an optimiser, and after it. Nothing public lists them.
@@ -39,12 +37,12 @@ _PRE_HOOKS = "_optimizer_step_pre_hooks"
 _POST_HOOKS = "_optimizer_step_post_hooks"
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
+def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Return True if the optimiser has step pre-hooks, or does not show them. They receive the closure."""
     return bool(vars(optimizer).get(_PRE_HOOKS, True))
 
 
-def has_any_step_hooks(optimizer: Optimizer) -> bool:
+def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if a function runs before or after each step of the optimiser."""
     attributes = vars(optimizer)
     own = attributes.get(_PRE_HOOKS, True) or attributes.get(_POST_HOOKS, True)
@@ -99,7 +97,7 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
     # Torch marks the function that it has put around the optimiser's own one.
     if unrecorded_step is None or not getattr(recorded_step, "hooked", False):
         return optimizer.step
-    # Each condition must be visible.
+    # Without one of these names the function below could not see a hook or a profiler.
     if _profiler_enabled is None or _global_pre_hooks is None or _global_post_hooks is None:
         return optimizer.step
     attributes = vars(optimizer)
@@ -122,14 +120,14 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
 def steps_as_torch(optimizer: Optimizer) -> bool:
     """Return True if the step of an optimiser is that of a class of torch, and nothing of the user's runs with it."""
     attributes = vars(optimizer)
-    own_hooks = [attributes.get(kind, {}).values() for kind in (_PRE_HOOKS, _POST_HOOKS)]
-    hooks = [*chain(*own_hooks), *(_global_pre_hooks or {}).values(), *(_global_post_hooks or {}).values()]
+    registries = (attributes.get(_PRE_HOOKS), attributes.get(_POST_HOOKS), _global_pre_hooks, _global_post_hooks)
+    hooks = [hook for registry in registries if registry for hook in registry.values()]
     if not is_of_torch(optimizer) or not all(map(_is_ours, hooks)):
         return False
     # A scheduler notes that its optimiser was stepped, by a function around the step.
     step = attributes.get("step")
-    is_noted = getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
-    return step is None or (is_noted and step.__wrapped__ is type(optimizer).step)
+    is_schedulers = getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
+    return step is None or (is_schedulers and step.__wrapped__ is type(optimizer).step)
 
 
 def _is_ours(hook: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError
-from equipoise.interop.torch.optimizers import has_any_step_hooks
+from equipoise.interop.torch.optimizers import has_step_hooks
 from tests.support.trainer_runs import Small, Validated, loader, trainer
 
 
@@ -253,4 +253,4 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(by_hand: bool, fused: bool
     assert len(weights.taken) == (8 if window == 1 else 2)
     expected = torch.stack(weights.taken).mean(0)
     torch.testing.assert_close(module.layer.weight.detach(), expected, rtol=1e-6, atol=0)
-    assert not any(has_any_step_hooks(optimizer) for optimizer in run.optimizers)
+    assert not any(has_step_hooks(optimizer) for optimizer in run.optimizers)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from equipoise.errors import ConfigurationError
-from equipoise.interop.torch.optimizers import has_step_hooks, may_decide_by_loss
+from equipoise.interop.torch.optimizers import has_step_pre_hooks, may_decide_by_loss
 from equipoise.notices import rank_zero_warn
 from equipoise.validation import describe_value
 
@@ -175,4 +175,4 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
 
 def takes_no_closure(optimizer: Optimizer) -> bool:
     """Return True if neither the optimiser nor a hook on it can tell that it was stepped without a closure."""
-    return not may_decide_by_loss(optimizer) and not has_step_hooks(optimizer)
+    return not may_decide_by_loss(optimizer) and not has_step_pre_hooks(optimizer)
