@@ -10,11 +10,7 @@ from collections.abc import Sequence
 __all__ = ["group_by_longest", "group_by_sum", "group_in_order", "join_rows"]
 
 
-def group_by_longest(
-    lengths: Sequence[int],
-    budget: int,
-    most: float,
-) -> list[list[int]]:
+def group_by_longest(lengths: Sequence[int], budget: int, most: float) -> list[list[int]]:
     """Return groups of positions, in which the longest length times the number of positions is within a budget.
 
     A length over the budget has a group of its own.
@@ -32,7 +28,7 @@ def group_by_longest(
     begin = 0
     while begin < len(lengths):
         count = min(budget // lengths[begin], most)
-        # One in any case.
+        # A length over the budget has a group, too.
         end = begin + max(1, int(count))
         end = min(end, len(lengths))
         groups.append(list(range(begin, end)))
@@ -40,11 +36,7 @@ def group_by_longest(
     return groups
 
 
-def group_by_sum(
-    lengths: Sequence[int],
-    budget: int,
-    most: float = math.inf,
-) -> list[list[int]]:
+def group_by_sum(lengths: Sequence[int], budget: int, most: float = math.inf) -> list[list[int]]:
     """Return groups of positions whose lengths add up to a budget at most, by best-fit decreasing.
 
     Each length joins the group that has the least room for it (D. S. Johnson, "Near-optimal bin packing algorithms",
@@ -60,7 +52,7 @@ def group_by_sum(
         [[0, 3], [1, 2], [4]]
     """
     groups: list[list[int]] = []
-    # Groups by their free tokens, and these numbers in order.
+    # Groups that have room, by their free tokens; `rooms` are these numbers in order.
     groups_by_room: dict[int, list[list[int]]] = {}
     rooms: list[int] = []
     for position, length in enumerate(lengths):
@@ -89,13 +81,14 @@ def group_by_sum(
 
 
 def group_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return groups of neighbouring positions whose lengths add up to a budget at most; there are no fewer such groups.
+    """Return groups of neighbouring positions whose lengths add up to a budget at most. No other division has fewer.
 
     Example:
         >>> group_in_order([2, 6, 3, 5], budget=8)
         [[0, 1], [2, 3]]
     """
     groups: list[list[int]] = []
+    # There is no group yet; a length of 0 needs one, too.
     room = -1
     for position, length in enumerate(lengths):
         if length > room:
@@ -106,11 +99,7 @@ def group_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def join_rows(
-    rows: Sequence[list[int]],
-    count: int,
-    most: float,
-) -> list[list[int]]:
+def join_rows(rows: Sequence[list[int]], count: int, most: float) -> list[list[int]]:
     """Return groups of a number of rows each, fewer where a group would have too many positions.
 
     Args:
