@@ -19,8 +19,8 @@ __all__ = ["Calibration", "SimulatedDevice"]
 
 T = TypeVar("T")
 
-# In each measured step: the fraction by which parts of odd devices grow, and parts of even devices shrink.
-_TILTS = (0.0, 0.25, -0.25, 0.0, 0.25, -0.25)
+# In the warm-up and each measured step: the fraction by which parts of odd devices grow, and those of even ones shrink.
+_TILTS = (0.0, 0.0, 0.25, -0.25, 0.0, 0.25, -0.25)
 # Fraction of a device's memory that may be used.
 _RESERVE = 0.9
 
@@ -53,9 +53,7 @@ class SimulatedDevice:
         if most is not None and size > most:
             raise torch.OutOfMemoryError(f"This simulated device holds {most} samples, not {size}.")
         result = function()
-        delay = self.seconds
-        delay += self.seconds_per_sample * size
-        time.sleep(delay)
+        time.sleep(self.seconds + self.seconds_per_sample * size)
         return result
 
 
@@ -78,8 +76,8 @@ class Calibration:
             times = self.times[index]
             if device.most_samples is not None:
                 times.limit(device.most_samples)
-        # Number of the measured step. -1 is the warm-up.
-        self._step = -1
+        # Number of steps done. The first one is the warm-up.
+        self._step = 0
         # Number of samples of the largest batch.
         self._batch_size = 0
         # For each device: bytes allocated before the last step, and the number of samples of that step.
@@ -89,7 +87,7 @@ class Calibration:
 
     @property
     def is_done(self) -> bool:
-        """True if all steps were measured."""
+        """True if all steps are done."""
         return self._step >= len(_TILTS)
 
     def sizes(self, batch_size: int, steps: int | None = None) -> list[int]:
@@ -97,31 +95,15 @@ class Calibration:
 
         Args:
             batch_size: The number of samples.
-            steps: The number of steps before this one. Default: the steps measured so far, and the warm-up.
+            steps: The number of steps before this one. Default: the steps so far.
         """
-        step = self._step
-        if steps is not None:
-            step = steps - 1
-        tilt = 0.0
-        if 0 <= step < len(_TILTS):
-            tilt = _TILTS[step]
-
-        shares = []
-        for index in range(len(self.devices)):
-            is_odd = index % 2 == 1
-            if is_odd:
-                shares.append(1 + tilt)
-            else:
-                shares.append(1 - tilt)
+        step = self._step if steps is None else steps
+        tilt = _TILTS[step] if step < len(_TILTS) else 0.0
+        shares = [1 + tilt if index % 2 else 1 - tilt for index in range(len(self.devices))]
         sizes = sizes_by_shares(batch_size, shares)
         return _within(sizes, [times.most for times in self.times])
 
-    def measured(
-        self,
-        index: int,
-        function: Callable[[], T],
-        size: int,
-    ) -> Callable[[], T]:
+    def measured(self, index: int, function: Callable[[], T], size: int) -> Callable[[], T]:
         """Return a function that runs another one and measures it.
 
         It waits for the device before and after, which only these first steps do.
@@ -135,12 +117,12 @@ class Calibration:
         times = self.times[index]
 
         def timed() -> T:
-            self._read_memory(index, device, size)
+            self._limit_by_memory(index, device, size)
             _wait_for(device)
             start = time.perf_counter()
             result = function()
             _wait_for(device)
-            if self._step >= 0:
+            if self._step > 0:
                 times.add(size, time.perf_counter() - start)
             return result
 
@@ -159,8 +141,8 @@ class Calibration:
         """Return the sizes of a full batch with which all devices finish together."""
         return finish_together(self._batch_size, self.times)
 
-    def _read_memory(self, index: int, device: torch.device, size: int) -> None:
-        """Find how many samples fit, by the peak of the last step, its backward included."""
+    def _limit_by_memory(self, index: int, device: torch.device, size: int) -> None:
+        """Limit the samples to those that fit, by the peak of the last step, its backward included."""
         if device.type != "cuda":
             return
         if index in self._allocated:
@@ -186,8 +168,7 @@ def _within(sizes: list[int], limits: Sequence[int | None]) -> list[int]:
     The sizes remain as they are if all limits together are too small.
     """
     room: list[float] = []
-    pairs = zip(sizes, limits, strict=True)
-    for size, limit in pairs:
+    for size, limit in zip(sizes, limits, strict=True):
         if limit is None:
             room.append(math.inf)
         else:
