@@ -94,12 +94,7 @@ class RunSummary(FitRecorder):
         table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
         table.add_column(f"Fit {outcome}", overflow="fold")
         table.add_column("", justify="right", overflow="fold")
-        sections = (
-            self._metric_rows(trainer),
-            _run_rows(trainer, fit),
-            _machine_rows(trainer),
-        )
-        for rows in sections:
+        for rows in (self._metric_rows(trainer), _run_rows(trainer, fit), _machine_rows(trainer)):
             # A line below a section without rows would look like a mistake.
             if not rows:
                 continue
@@ -113,11 +108,8 @@ class RunSummary(FitRecorder):
         validation_names = self.recorded.validation_names
         values = self.recorded.last_values()
         names = sorted(values, key=lambda name: name in validation_names)
-        rows = []
-        for name in names:
-            rows.append((name, format_number(values[name])))
-        for name, score in best_scores(trainer):
-            rows.append((name, format_number(score)))
+        rows = [(name, format_number(values[name])) for name in names]
+        rows += [(name, format_number(score)) for name, score in best_scores(trainer)]
         return rows
 
 
@@ -135,7 +127,7 @@ def _run_rows(trainer: Any, fit: Fit) -> list[Row]:
     if fit.epochs:
         rows.append(("time per epoch", format_duration(fit.epoch_time / fit.epochs)))
     rows.append(("total time", format_duration(monotonic() - fit.clock)))
-    # Lightning's Trainer has none.
+    # Lightning's Trainer has no `summary_rows`.
     rows += getattr(trainer, "summary_rows", {}).items()
     return rows
 
