@@ -73,12 +73,7 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
     yield facts_section(record.facts)
     yield curves_section(record.curves, record.epoch_ends)
     yield learning_rates_section(record.learning_rates)
-    yield throughput_section(
-        record.throughput,
-        record.throughput_unit,
-        record.events,
-        duration,
-    )
+    yield throughput_section(record.throughput, record.throughput_unit, record.events, duration)
     yield memory_section(record.memory, record.events)
     yield peak_section(record.compositions, expected=bool(record.memory))
     yield pipeline_section(record.pipeline)
@@ -91,10 +86,8 @@ def _sections(record: RunRecord) -> Iterable[Markup | None]:
 
 def _header(record: RunRecord) -> Markup:
     duration = format_span((record.finished - record.started).total_seconds())
-    last = "ended"
-    if record.outcome == "running":
-        last = "last seen"
-    times = f"Began {record.started:%d %b %Y, %H:%M:%S}, {last} {record.finished:%H:%M:%S} ({duration})"
+    end_label = "last seen" if record.outcome == "running" else "ended"
+    times = f"Began {record.started:%d %b %Y, %H:%M:%S}, {end_label} {record.finished:%H:%M:%S} ({duration})"
     return page_header("Run report", record.title, times, record.outcome)
 
 
@@ -107,17 +100,10 @@ def _error(record: RunRecord) -> Markup | None:
     if len(text) > _LONGEST_ERROR:
         half = _LONGEST_ERROR // 2
         text = f"{text[:half]}\n…\n{text[-half:]}"
-    # The traceback is folded where the line of the user says where to look.
+    # The traceback is folded if a line of the user is shown above it. An attribute that is None is left out.
     lines = _lines_of_user(text)
-    opened = None
-    if not lines:
-        opened = ""
-    trace = tag(
-        "details",
-        tag("summary", "Traceback"),
-        tag("pre", text),
-        open=opened,
-    )
+    is_open = None if lines else ""
+    trace = tag("details", tag("summary", "Traceback"), tag("pre", text), open=is_open)
     return tag(
         "section",
         tag("h2", "What went wrong"),
