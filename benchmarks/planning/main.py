@@ -103,8 +103,8 @@ def peak_of(module: LightningModule, example: Any, settings: StepSettings, batch
     recorded = record_step(step, example, batch_size, settings.accumulate_grad_batches)
     running = most = 0
     for event in recorded.events:
-        nbytes = recorded.records[event.holder].nbytes
-        running += nbytes if event.is_allocation else -nbytes
+        nbytes = recorded.holders[abs(event) - 1].nbytes
+        running += nbytes if event > 0 else -nbytes
         most = max(most, running)
     return most
 

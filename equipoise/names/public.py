@@ -24,7 +24,7 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.parallel.strategy_optimizer": ("StrategyOptimizer",),
         "equipoise.strategies.distributed.process_strategy": ("ProcessStrategy",),
         "equipoise.strategies.portable_state": ("PortableState",),
-        "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
+        "equipoise.extensions.planning.peaks.memory_prediction": ("MemoryPrediction",),
         "equipoise.extensions.planning.prediction": ("predict_memory",),
         "equipoise.extensions.tokens.packed_collate": ("PackedCollate",),
         "equipoise.extensions.tokens.sampler": ("TokenBatchSampler",),
@@ -50,8 +50,8 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     # What strategies and callbacks of others take part in plans with.
     "equipoise.extensions.planning": {
         "equipoise.extensions.planning.comparison": ("StrategyPlan", "plan_strategies", "recommend"),
-        "equipoise.extensions.planning.curve.parts": ("PredictedPeak",),
-        "equipoise.extensions.planning.curve.prediction": ("MemoryPrediction",),
+        "equipoise.extensions.planning.peaks.replay": ("PredictedPeak",),
+        "equipoise.extensions.planning.peaks.memory_prediction": ("MemoryPrediction",),
         "equipoise.extensions.common.planned_devices": ("PlannedDevice", "describe_devices"),
         "equipoise.extensions.common.device_loads": (
             "Addition",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equipoise.interop.adapters import find
 
-__all__ = ["OnGuess", "fake_tensors", "is_fake", "usual_tensors"]
+__all__ = ["FakeTensors", "OnGuess", "is_fake", "usual_tensors"]
 
 # Receives a sentence on what an operation would have read, and what stands for it.
 OnGuess = Callable[[str], None]
@@ -210,9 +210,8 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
 }
 
 
-@contextlib.contextmanager
-def fake_tensors(on_guess: OnGuess) -> Iterator[None]:
-    """Let all tensors that are created in a `with` block have shapes and no memory.
+class FakeTensors:
+    """Lets tensors have shapes and no memory.
 
     Values do not exist. Where a program reads one (`.item()`, `if tensor`), it gets 1, 1.0 or False. Where values
     decide about a shape (a boolean mask), the shape is the largest possible one.
@@ -221,17 +220,24 @@ def fake_tensors(on_guess: OnGuess) -> Iterator[None]:
         on_guess: Called with a sentence in both cases.
 
     Example:
-        >>> with fake_tensors(print):
+        >>> tensors = FakeTensors(print)
+        >>> with tensors.active():
         ...     huge = torch.ones(10**6, 10**6) + 1
         >>> huge.nbytes // 10**9
         4000
     """
-    with warnings.catch_warnings():
-        # Copies of tensors compare addresses, which is harmless.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        mode = _FakeMode(on_guess)
-        with mode, _swapped_tensors(mode):
-            yield
+
+    def __init__(self, on_guess: OnGuess) -> None:
+        self._mode = _FakeMode(on_guess)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Let all tensors that are created in a `with` block have no memory. Blocks share their tensors."""
+        with warnings.catch_warnings():
+            # Copies of tensors compare addresses, which is harmless.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            with self._mode, _swapped_tensors(self._mode):
+                yield
 
 
 @contextlib.contextmanager
@@ -261,7 +267,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def usual_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Return a context whose tensors are torch's own, also within `fake_tensors`."""
+    """Return a context whose tensors are torch's own, also among `FakeTensors`."""
     if _unset_fake_temporarily is None:
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = _unset_fake_temporarily()

@@ -1,4 +1,4 @@
-"""Prediction of memory before the first step: the peak of a device as a function of the batch size."""
+"""Prediction of memory before the first step: the peak of a device with any batch size."""
 
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from equipoise.extensions.planning.comparison import StrategyPlan as StrategyPlan
     from equipoise.extensions.planning.comparison import plan_strategies as plan_strategies
     from equipoise.extensions.planning.comparison import recommend as recommend
-    from equipoise.extensions.planning.curve.parts import PredictedPeak as PredictedPeak
-    from equipoise.extensions.planning.curve.prediction import MemoryPrediction as MemoryPrediction
+    from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction as MemoryPrediction
+    from equipoise.extensions.planning.peaks.replay import PredictedPeak as PredictedPeak
     from equipoise.extensions.planning.prediction import predict_memory as predict_memory
 else:
     __getattr__ = lazy_getattr(__name__)

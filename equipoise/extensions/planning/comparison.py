@@ -1,17 +1,18 @@
 """Strategies compared by what their devices would hold of a step: which fit, with which batch, the simplest of them."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.device_loads import PlannedLoads
 from equipoise.extensions.common.planned_devices import PlannedDevice
-from equipoise.extensions.planning.curve.parts import PredictedPeak
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
-from equipoise.extensions.planning.curve.search import largest_size
 from equipoise.extensions.planning.description.strategies import device_loads
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
+from equipoise.extensions.planning.peaks.replay import PredictedPeak
+from equipoise.extensions.planning.peaks.search import largest_size
 from equipoise.formats import format_bytes
 from equipoise.strategies.strategy import Strategy
 
@@ -51,35 +52,50 @@ class DevicePlan:
 
 
 class DevicePeaks:
-    """Peaks of the devices of a strategy with any batch of the loader, by its number of samples."""
+    """Peaks of the devices of a strategy with any batch of the loader, by its number of samples.
+
+    Args:
+        prediction: The prediction for one device.
+        devices: The devices.
+        planned: Their loads.
+
+    """
 
     def __init__(self, prediction: MemoryPrediction, devices: Sequence[PlannedDevice], planned: PlannedLoads) -> None:
         self._prediction = prediction
         # The strategy may use fewer devices than there are.
         self._pairs = list(zip(devices, planned.loads, strict=False))
 
-    def at(self, batch_size: int) -> list[DevicePlan]:
-        """Return the memory of each device."""
-        # Devices with one and the same load, as those of processes, have one peak.
-        by_load: dict[tuple[int, int], PredictedPeak] = {}
-        plans = []
-        for device, load in self._pairs:
-            key = (id(load), device.rounding)
-            if key not in by_load:
-                by_load[key] = self._prediction.peak(batch_size, load, device.rounding)
-            plan = DevicePlan(
+    def at(self, batch_size: int, *, traces: bool = True) -> list[DevicePlan]:
+        """Return the memory of each device.
+
+        Args:
+            batch_size: Samples of a batch.
+            traces: Whether the step is traced for it. Default: True; False returns estimates from what was traced.
+        """
+        peak = self._prediction.peak if traces else self._prediction.estimated_peak
+        return [
+            DevicePlan(
                 name=device.name,
                 usable=device.usable,
                 occupied=device.occupied,
                 samples=load.samples(batch_size),
-                peak=by_load[key],
+                peak=peak(batch_size, load, device.rounding),
             )
-            plans.append(plan)
-        return plans
+            for device, load in self._pairs
+        ]
 
-    def fullest(self, batch_size: int) -> DevicePlan:
-        """Return the memory of the device with the least room."""
-        return min(self.at(batch_size), key=lambda device: device.room)
+    def fullest(self, batch_size: int, *, traces: bool = True) -> DevicePlan:
+        """Return the memory of the device with the least room; see `at`."""
+        return min(self.at(batch_size, traces=traces), key=lambda device: device.room)
+
+    def largest_batch(self) -> int:
+        """Return the largest batch of the loader with which every device fits; 0 if there is none."""
+        return largest_size(
+            lambda size: self.fullest(size).room >= 0,
+            lambda size: self.fullest(size, traces=False).room >= 0,
+            self._prediction.batch_size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,25 +105,30 @@ class StrategyPlan:
     Attributes:
         strategy: Name of the strategy.
         devices: The devices that it uses, in order; empty if there is no prediction.
-        largest_batch: The largest batch of the loader with which every device fits; 0 if there is none.
         batches: Batches of the loader that a step takes, such as one for each process.
         note: The basis of the figures, if they are estimates.
         reason: The reason why there is no prediction; None if there is one.
         peaks: The peaks with other batches; None if there is no prediction.
+        find_largest: Returns the largest batch; see `largest_batch`. Default: there is none.
     """
 
     strategy: str
     devices: Sequence[DevicePlan] = ()
-    largest_batch: int = 0
     batches: int = 1
     note: str = ""
     reason: str | None = None
-    peaks: DevicePeaks | None = None
+    peaks: DevicePeaks | None = field(default=None, repr=False)
+    find_largest: Callable[[], int] = field(default=int, repr=False)
 
     @property
     def fits(self) -> bool:
         """True if every device has room for its part of the batch."""
         return bool(self.devices) and all(device.room >= 0 for device in self.devices)
+
+    @cached_property
+    def largest_batch(self) -> int:
+        """The largest batch of the loader with which every device fits; 0 if there is none. More sizes are traced."""
+        return self.find_largest()
 
     @property
     def fullest(self) -> DevicePlan:
@@ -170,14 +191,14 @@ def _plan(
     except ConfigurationError as error:
         return StrategyPlan(strategy=strategy.name, reason=str(error).rstrip("."))
 
-    # 2. The largest batch that fits everywhere. The search begins where the step was predicted.
+    # 2. The largest batch is searched when it is asked for.
     return StrategyPlan(
         strategy=strategy.name,
         devices=plans,
-        largest_batch=largest_size(lambda size: peaks.fullest(size).room >= 0, prediction.batch_size),
         batches=planned.batches,
         note=planned.note,
         peaks=peaks,
+        find_largest=peaks.largest_batch,
     )
 
 

@@ -1,4 +1,4 @@
-"""`predict_memory`: the peak of a step as a function of its batch size, before the first step."""
+"""`predict_memory`: the peak of a step with any batch size, before the first step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.device_loads import PlannedPart
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
 from equipoise.extensions.planning.interop import PLAN
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
+from equipoise.extensions.planning.peaks.recorded_step import RecordedStep
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.packed_step import measure_packed, packed, trace_packed
@@ -42,11 +43,12 @@ def predict_memory(
     measure: bool = True,
     timeout: float = 300.0,
 ) -> MemoryPrediction:
-    """Predict the memory of a training step on one device, as a function of the batch size.
+    """Predict the memory of a training step on one device, with any batch size.
 
-    The step is traced twice in a process of its own, on tensors that have shapes and no memory: `training_step`, its
-    backward, and the optimiser's step. Modules on the device "meta", or built by `configure_model`, need no memory at
-    all. The module itself is not used or changed.
+    The step is traced in a process of its own, on tensors that have shapes and no memory: `training_step`, its
+    backward, and the optimiser's step. The prediction traces it again, in another process, for each further batch size
+    that it is asked for. Modules on the device "meta", or built by `configure_model`, need no memory at all. The module
+    itself is not used or changed.
 
     Args:
         module: A `LightningModule`.
@@ -97,9 +99,9 @@ def predict_memory(
 
     # 2. The trace, or else real steps.
     prediction: MemoryPrediction
+    content = packed(request, with_contents=False)
     try:
-        content = packed(request, with_contents=False)
-        prediction = call_bounded(trace_packed, content, timeout=timeout, explain=reason_of)
+        prediction = _traced(content, timeout)
     except CallError as error:
         reason = str(error)
         if error.is_wrong_input or not measure:
@@ -115,6 +117,24 @@ def predict_memory(
     return replace(prediction, notes=[f"{reason}, so real steps were run."])
 
 
+def _traced(content: bytes, timeout: float, part: Callable[[nn.Module], PlannedPart] | None = None) -> MemoryPrediction:
+    """Return the prediction of whole samples, or of a part of each."""
+
+    def trace(samples: int | None = None) -> MemoryPrediction:
+        prediction: MemoryPrediction = call_bounded(
+            trace_packed, content, part, samples, timeout=timeout, explain=reason_of
+        )
+        return prediction
+
+    def trace_another(samples: int) -> RecordedStep:
+        try:
+            return trace(samples).steps[samples]
+        except CallError as error:
+            raise ConfigurationError(f"a step with {samples} samples cannot be traced: {error}") from error
+
+    return replace(trace(), trace=trace_another)
+
+
 def _of_part(content: bytes, timeout: float, part: Callable[[nn.Module], PlannedPart]) -> MemoryPrediction:
     """Return the prediction of a part of each sample.
 
@@ -122,10 +142,9 @@ def _of_part(content: bytes, timeout: float, part: Callable[[nn.Module], Planned
         ConfigurationError: If the part cannot be traced.
     """
     try:
-        prediction: MemoryPrediction = call_bounded(trace_packed, content, part, timeout=timeout, explain=reason_of)
+        return _traced(content, timeout, part)
     except CallError as error:
         raise ConfigurationError(_untraceable(str(error), error)) from error
-    return prediction
 
 
 def check_real_steps(module: nn.Module, reason: str) -> None:

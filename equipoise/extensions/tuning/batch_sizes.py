@@ -1,7 +1,7 @@
 """The search for the largest batch size before a fit: predicted first, then confirmed by real steps.
 
-Lightning doubles the size until a step runs out of memory. Here two traces without memory predict the peak of every
-device for every size, so the first size of which real steps run is one that should fit.
+Lightning doubles the size until a step runs out of memory. Here traces without memory predict the peak of every
+device, so the first size of which real steps run is one that should fit.
 """
 
 import math

@@ -14,10 +14,10 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.fsdp.strategy import FSDPStrategy
 from equipoise.extensions.pipeline.strategy.strategy import PipelineStrategy
 from equipoise.extensions.planning.comparison import StrategyPlan, from_simplest, plan_strategies
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.layers import has_frozen_layers
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, changes_layers
 from equipoise.extensions.planning.first_batch import read_ahead
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.tuning.trials.step_prediction import devices_of, predict_step
 from equipoise.formats import format_bytes
 from equipoise.notices import rank_zero_warn

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from equipoise.extensions.common.interop import fake_tensors, is_fake, usual_tensors
+from equipoise.extensions.common.interop import FakeTensors, is_fake, usual_tensors
 from equipoise.memory.profile.ledger import Ledger
 
 
 def test_nothing_is_allocated_and_nothing_is_guessed() -> None:
     guesses: list[str] = []
-    with fake_tensors(guesses.append):
+    with FakeTensors(guesses.append).active():
         layer = copy.deepcopy(nn.Linear(2**18, 2**18))
         loss = layer(torch.ones(4, 2**18)).mean()
         loss.backward()
@@ -26,7 +26,7 @@ def test_nothing_is_allocated_and_nothing_is_guessed() -> None:
 
 def test_values_are_guessed() -> None:
     guesses: list[str] = []
-    with fake_tensors(guesses.append):
+    with FakeTensors(guesses.append).active():
         total = torch.ones(3).sum()
         assert total.item() == 1.0
         assert not bool(total > 5)
@@ -46,14 +46,14 @@ def test_values_are_guessed() -> None:
 )
 def test_shapes_are_the_largest(shape: tuple[int, ...], select: Callable[[Tensor], Tensor]) -> None:
     guesses: list[str] = []
-    with fake_tensors(guesses.append):
+    with FakeTensors(guesses.append).active():
         result = select(torch.ones(3, 4))
     assert result.shape == shape
     assert "as large as it can be" in guesses[0]
 
 
 def test_usual_tensors_within() -> None:
-    with fake_tensors(print):
+    with FakeTensors(print).active():
         with usual_tensors():
             real = torch.ones(2)
         assert is_fake(torch.ones(2))
@@ -80,32 +80,32 @@ def test_results_are_those_of_the_kernels() -> None:
     }
     for name, (build, shape) in builds.items():
         real = sizes_of(build(), torch.zeros(shape))
-        with fake_tensors(print):
+        with FakeTensors(print).active():
             fake = sizes_of(build(), torch.zeros(shape))
         assert sum(fake) == pytest.approx(sum(real), rel=0.03), name
         assert len(fake) == pytest.approx(len(real), abs=2), name
 
 
 def test_a_mask_beside_other_indices() -> None:
-    with fake_tensors(lambda guess: None):
+    with FakeTensors(lambda guess: None).active():
         result = torch.ones(3, 4)[torch.zeros(3) > 0, torch.tensor([1])]
     assert result.shape == (3,)
 
 
 def test_what_cannot_be_guessed_is_raised() -> None:
     """No value stands for the comparison of all values of two tensors."""
-    with fake_tensors(print), pytest.raises(DataDependentOutputException):
+    with FakeTensors(print).active(), pytest.raises(DataDependentOutputException):
         torch.equal(torch.ones(2), torch.ones(2))
 
 
 def test_no_workspace_without_a_backward() -> None:
-    with fake_tensors(print), torch.no_grad():
+    with FakeTensors(print).active(), torch.no_grad():
         output, _ = nn.LSTM(4, 6)(torch.zeros(5, 2, 4))
     assert output.shape == (5, 2, 6)
 
 
 def test_a_group_norm_of_one_dtype() -> None:
-    with fake_tensors(print):
+    with FakeTensors(print).active():
         values = torch.ones(2, 4, 3, requires_grad=True)
         nn.GroupNorm(2, 4)(values).sum().backward()
     assert values.grad is not None
@@ -114,7 +114,7 @@ def test_a_group_norm_of_one_dtype() -> None:
 
 def test_a_module_is_converted_as_it_is_built() -> None:
     """Parameters stay the same objects, as peft expects of adapters that take the dtype of their base."""
-    with fake_tensors(print):
+    with FakeTensors(print).active():
         layer = nn.Linear(2**18, 2**18)
         weight = layer.weight
         layer.to("cpu", torch.bfloat16)

@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.extensions.planning.curve.fitting import RecordedStep
 from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.peaks.recorded_step import RecordedStep
 from equipoise.extensions.planning.tracing.recording import record_step
 from equipoise.extensions.planning.tracing.step import PlannedStep
 
@@ -164,7 +164,7 @@ def peak_of(recorded: RecordedStep) -> int:
     """The most bytes that were alive at a time."""
     running = most = 0
     for event in recorded.events:
-        nbytes = recorded.records[event.holder].nbytes
-        running += nbytes if event.is_allocation else -nbytes
+        nbytes = recorded.holders[abs(event) - 1].nbytes
+        running += nbytes if event > 0 else -nbytes
         most = max(most, running)
     return most

@@ -1,28 +1,26 @@
 """Sharded weights that come and go in a step, by arithmetic on a step of two layers."""
 
-from equipoise.extensions.common.device_loads import DeviceLoad, GatheredUnit
-from equipoise.extensions.planning.curve.curve import MemoryCurve
-from equipoise.extensions.planning.curve.parts import Holder, PhaseStart
-from equipoise.extensions.planning.curve.sizes import Size, Span
+from equipoise.extensions.common.device_loads import WHOLE_STEP, DeviceLoad, GatheredUnit
+from equipoise.extensions.planning.peaks.device_peak import device_peak
+from equipoise.extensions.planning.peaks.recorded_step import Holder, PhaseStart, RecordedStep
 
 WEIGHT = 1000
 # A root without parameters, and two units.
 UNITS = [GatheredUnit("first", WEIGHT, WEIGHT), GatheredUnit("second", WEIGHT, WEIGHT), GatheredUnit("", 0, 0)]
 HOLDERS = [
-    Holder("parameter", "first", 0),
-    Holder("parameter", "second", 0),
+    Holder("parameter", "first", WEIGHT),
+    Holder("parameter", "second", WEIGHT),
     Holder("activation", "first", 1),
     Holder("activation", "second", 1),
-    Holder("gradient", "second", 0),
+    Holder("gradient", "second", WEIGHT),
     Holder("temporary", "second", 1),
-    Holder("gradient", "first", 0),
+    Holder("gradient", "first", WEIGHT),
     Holder("temporary", "", 1),
 ]
 # Parameters; a forward of both layers; their backwards, the last first; a step of the optimiser.
 EVENTS = [1, 2, 3, 4, 5, 6, -4, 7, -6, -3, 8, -8]
-CURVE = MemoryCurve(
-    span=Span(1, 1),
-    sizes=[Size(WEIGHT), Size(1)],
+STEP = RecordedStep(
+    batch_size=1,
     holders=HOLDERS,
     events=EVENTS,
     phases=[PhaseStart("forward", 0), PhaseStart("backward", 4), PhaseStart("optimizer step", 10)],
@@ -31,7 +29,7 @@ CURVE = MemoryCurve(
 
 def test_two_units() -> None:
     half = {"parameter": 0.5, "gradient": 0.5, "optimizer state": 0.5, "temporary": {"optimizer step": 0.5}}
-    peak = CURVE.peak(1, DeviceLoad(factors=half, units=UNITS))
+    peak = device_peak(STEP, DeviceLoad(factors=half, units=UNITS), 1, 1)
     shards = WEIGHT
     # Forward: the first unit's buffer lives until the second has its own and its weights. The first's output does, too.
     assert peak.phases["forward"] == shards + 3 * WEIGHT + 1
@@ -45,5 +43,5 @@ def test_two_units() -> None:
 
 
 def test_one_process_needs_nothing_beside_the_step() -> None:
-    alone = CURVE.peak(1)
-    assert CURVE.peak(1, DeviceLoad(units=[GatheredUnit("", 0, 0)])) == alone
+    alone = device_peak(STEP, WHOLE_STEP, 1, 1)
+    assert device_peak(STEP, DeviceLoad(units=[GatheredUnit("", 0, 0)]), 1, 1) == alone

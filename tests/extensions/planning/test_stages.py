@@ -11,9 +11,9 @@ from equipoise import ConfigurationError, EnsembleStrategy, PipelineStrategy
 from equipoise.extensions.common.device_loads import Part
 from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.comparison import plan_strategies
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.description.strategies import device_loads
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.tracing.tracer import trace_step
 from tests.extensions.planning.steps import Step
 

@@ -10,11 +10,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from equipoise import ConfigurationError
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import StepSettings
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.tracing.batches import batch_of_size, size_of_batch
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
+from tests.extensions.planning.steps import peak_of, recorded_really
 
 HERE = Path(__file__).name
 
@@ -104,17 +105,26 @@ def test_an_error_names_its_line() -> None:
     assert reason_of(caught.value).startswith(f"{HERE}:")
 
 
-def test_a_step_that_differs_from_size_to_size_is_sampled() -> None:
+def test_a_step_that_differs_from_size_to_size() -> None:
     def step(module: Any, batch: Tensor) -> Tensor:
         losses = [module.layer(sample).square().mean() for sample in batch]
         return torch.stack(losses).mean()
 
     found = traced(step)
-    assert found.method == "traced at several sizes"
-    assert "estimates" in found.notes[0]
-    sizes = [found.peak(size).nbytes for size in (2, 4, 12, 100)]
-    assert sizes == sorted(sizes)
-    assert found.largest_batch(sizes[-1]) == pytest.approx(100, abs=1)
+    settings = StepSettings()
+    for size in (2, 4, 12, 100):
+        recorded = recorded_really(Plain(step), torch.rand(4, 6), size, settings)
+        assert found.peak(size).nbytes == peak_of(recorded)
+    assert found.largest_batch(found.peak(100).nbytes) == 100
+
+
+def test_a_step_for_one_size_alone() -> None:
+    found = traced(lambda module, batch: module.layer(batch).view(4, 6).square().mean())
+    assert found.peak().nbytes > 0
+    with pytest.raises(ConfigurationError, match=rf"a step with 5 samples fails: {HERE}:\d+"):
+        found.peak(5)
+    assert found.largest_batch(10**6) == 4
+    assert list(found.steps) == [4]
 
 
 def test_optimisation_by_hand() -> None:

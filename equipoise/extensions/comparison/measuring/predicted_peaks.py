@@ -12,7 +12,7 @@ from equipoise.extensions.common.planned_devices import describe_devices
 from equipoise.extensions.comparison.measuring.candidates import Attempt, batch_size_of
 from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import plan_strategies
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.memory.profile.places import names_of_devices
 
 __all__ = ["predict_peaks"]

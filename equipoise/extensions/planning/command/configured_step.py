@@ -10,8 +10,8 @@ from equipoise.app.build import build
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.device_loads import PlannedPart
 from equipoise.extensions.common.planned_devices import PlannedDevice
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import StepSettings, planned_callbacks
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.prediction import check_real_steps
 from equipoise.extensions.planning.tracing.obstacles import reason_of
 from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches, planned_batches

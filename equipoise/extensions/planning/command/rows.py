@@ -127,19 +127,16 @@ def _alternatives_of(plan: Plan) -> list[str]:
     """Return lines on overrides that need less memory."""
     lines = []
     for alternative in plan["alternatives"]:
-        results = [_verdict(plan, entry) for entry in alternative["strategies"] if entry["devices"]]
+        results = [_verdict(entry) for entry in alternative["strategies"] if entry["devices"]]
         lines.append(f"With {' '.join(alternative['overrides'])}:")
         lines.append(f"  {', '.join(results)}")
     return lines
 
 
-def _verdict(plan: Plan, entry: Entry) -> str:
+def _verdict(entry: Entry) -> str:
     """Return a strategy with its largest peak, and whether it fits."""
     peak = max(device["peak"]["nbytes"] for device in entry["devices"])
-    verdict = f"largest batch {_largest(plan, entry)}"
-    if entry["fits"]:
-        verdict = "fits"
-    return f"{entry['strategy']} {format_bytes(peak)} ({verdict})"
+    return f"{entry['strategy']} {format_bytes(peak)} ({'fits' if entry['fits'] else 'does not fit'})"
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:

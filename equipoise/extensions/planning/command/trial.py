@@ -5,6 +5,7 @@ The data are real, and the first batch is read. The module is built and traced w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.command.alternatives import alternatives_to
 from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
 from equipoise.extensions.planning.comparison import Recommendation, StrategyPlan, plan_strategies, recommend
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
 from equipoise.extensions.planning.description.settings import NOT_PREDICTED, StepSettings
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.tracing.batches import size_of_batch
 from equipoise.extensions.planning.tracing.planned_batches import PlannedBatches
 from equipoise.strategies import Strategy
@@ -74,7 +75,7 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
         "budget": planned.budget,
         "method": prediction.method,
         "notes": [*prediction.notes, *_notes(values["trainer"], planned)],
-        "strategies": [plain_plan(plan) for plan in plans],
+        "strategies": [{**plain_plan(plan), "largest_batch": plan.largest_batch} for plan in plans],
         "alternatives": [],
         "curves": {},
     }
@@ -103,15 +104,18 @@ def _plans(planned: PlannedBatches, plans_of_batches: Sequence[Sequence[Strategy
     """
     if not planned.row_tokens:
         return list(plans_of_batches[0])
+
+    def largest_budget(of_strategy: Sequence[StrategyPlan]) -> int:
+        return planned.largest_budget([plan.largest_batch for plan in of_strategy])
+
     plans = []
     for of_strategy in zip(*plans_of_batches, strict=True):
-        largest = planned.largest_budget([plan.largest_batch for plan in of_strategy])
         refused = [plan for plan in of_strategy if plan.reason is not None]
         if refused:
             tightest = refused[0]
         else:
             tightest = min(of_strategy, key=lambda plan: plan.fullest.room)
-        plans.append(replace(tightest, largest_batch=largest))
+        plans.append(replace(tightest, find_largest=partial(largest_budget, of_strategy)))
     return plans
 
 
@@ -126,7 +130,7 @@ def _with_known_keys(advice: Recommendation, values: Mapping[str, Any]) -> Recom
 
 
 def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[int, int]]:
-    """Return for each strategy the peak of its fullest device by batch size."""
+    """Return for each strategy the peak of its fullest device by batch size, estimated between traced ones."""
     # 1. From one sample to a little more than what fits.
     most = 2 * batch_size
     for plan in plans:
@@ -138,7 +142,7 @@ def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[in
     curves = {}
     for plan in plans:
         if plan.peaks is not None:
-            fullest = plan.peaks.fullest
+            fullest = partial(plan.peaks.fullest, traces=False)
             curves[plan.strategy] = {size: fullest(size).peak.nbytes for size in sizes}
     return curves
 
@@ -180,7 +184,6 @@ def plain_plan(plan: StrategyPlan) -> dict[str, Any]:
     return {
         "strategy": plan.strategy,
         "fits": plan.fits,
-        "largest_batch": plan.largest_batch,
         "batches": plan.batches,
         "note": plan.note,
         "reason": plan.reason,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.device_loads import PlannedPart
-from equipoise.extensions.common.interop import fake_tensors
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
+from equipoise.extensions.common.interop import FakeTensors
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.tracing.stand_in import ignore
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
 from equipoise.parallel.payload.object_pickling import Pickler
@@ -75,19 +75,25 @@ def _empty_parameter(
 # In the process.
 
 
-def trace_packed(content: bytes, part: Callable[[nn.Module], PlannedPart] | None = None) -> MemoryPrediction:
-    """Return the traced memory of a step.
+def trace_packed(
+    content: bytes,
+    part: Callable[[nn.Module], PlannedPart] | None = None,
+    samples: int | None = None,
+) -> MemoryPrediction:
+    """Return the traced memory of a step, which another process receives.
 
     Args:
         content: Module, example, settings and the function that builds the optimiser, pickled without contents.
         part: Makes the part of each sample that is computed. Default: None, whole samples.
+        samples: Samples of the step. Default: those of the example.
     """
     # Nothing is computed for which threads would help.
     torch.set_num_threads(1)
     # The module is unpickled where its tensors get no memory. The example is needed before.
-    with fake_tensors(ignore):
+    with FakeTensors(ignore).active():
         _, example, settings, build_optimizer = pickle.loads(content)  # noqa: S301
-    return trace_step(partial(_module_of, content), example, replace(settings, part=part), build_optimizer)
+    settings = replace(settings, part=part)
+    return replace(trace_step(partial(_module_of, content), example, settings, build_optimizer, samples), trace=None)
 
 
 def measure_packed(content: bytes) -> MemoryPrediction:

@@ -2,11 +2,9 @@
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from equipoise.extensions.planning.curve.fitting import RecordedStep
-from equipoise.extensions.planning.curve.parts import PhaseStart
+from equipoise.extensions.planning.peaks.recorded_step import Holder, PhaseStart, RecordedStep
 from equipoise.extensions.planning.tracing.batches import batch_of_size
 from equipoise.extensions.planning.tracing.stand_in import ignore
 from equipoise.extensions.planning.tracing.step import PlannedStep
@@ -51,9 +49,17 @@ def record_step(step: PlannedStep, example: Any, batch_size: int, accumulate_gra
         ledger.stop()
         if was_enabled:
             gc.enable()
+
+    # 3. Its record. What exists before the first phase belongs to it.
     records, events = ledger.history("cpu")
-    records = [_with_copies(record, step.weight_copies) for record in records]
-    return RecordedStep(batch_size=batch_size, records=records, events=events, starts=starts)
+    first, *others = starts
+    return RecordedStep(
+        batch_size=batch_size,
+        holders=[_holder(record, step.weight_copies) for record in records],
+        # The sign tells a release.
+        events=[event.holder + 1 if event.is_allocation else -(event.holder + 1) for event in events],
+        phases=[PhaseStart(first.phase, 0), *others],
+    )
 
 
 def _batches(
@@ -72,8 +78,9 @@ def _batches(
         del batch
 
 
-def _with_copies(record: TensorRecord, copies: int) -> TensorRecord:
-    """Return the record of a storage with the copies that callbacks keep of it, which lie where the storage lies."""
-    if not copies or record.category not in ("parameter", "buffer"):
-        return record
-    return replace(record, nbytes=(1 + copies) * record.nbytes)
+def _holder(record: TensorRecord, copies: int) -> Holder:
+    """Return a storage with the copies that callbacks keep of it, which lie where the storage lies."""
+    nbytes = record.nbytes
+    if record.category in ("parameter", "buffer"):
+        nbytes *= 1 + copies
+    return Holder(record.category, record.module, nbytes)

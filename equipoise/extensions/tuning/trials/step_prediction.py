@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.planned_devices import PlannedDevice, describe_devices
-from equipoise.extensions.planning.curve.prediction import MemoryPrediction
+from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.prediction import predict_memory
 from equipoise.parallel.workers.bounded_call import CallError, call_bounded
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.device_loads import WHOLE_STEP, Part, StageAction
-from equipoise.extensions.planning.curve.parts import Holder, PhaseStart, PredictedPeak, StepTrace
-from equipoise.extensions.planning.curve.replay import Replay, numbers_of
+from equipoise.extensions.planning.peaks.recorded_step import Holder, PhaseStart, RecordedStep
+from equipoise.extensions.planning.peaks.replay import PredictedPeak, Replay, numbers_of
 from equipoise.memory.records import Category
 
 __all__ = ["StagesOfStep"]
@@ -28,11 +28,11 @@ _VALUES = 8
 
 
 class StagesOfStep:
-    """The stages of a step, whose storages may have any sizes.
+    """The stages of a step with one micro-batch.
 
     Args:
-        trace: The step.
-        nbytes: Bytes of its storages, for stages of equal bytes.
+        step: The step.
+        rounding: Bytes to which an allocator rounds each storage up.
         count: Number of stages.
         cut_before: Names of the modules with which the stages but the first begin; None: stages of equal bytes.
 
@@ -42,26 +42,20 @@ class StagesOfStep:
 
     def __init__(
         self,
-        trace: StepTrace,
-        nbytes: Sequence[int],
+        step: RecordedStep,
+        rounding: int,
         count: int,
         cut_before: Sequence[str] | None,
     ) -> None:
-        first_phases = [start.phase for start in trace.phases[:2]]
+        first_phases = [start.phase for start in step.phases[:2]]
         if first_phases != ["forward", "backward"]:
             raise ConfigurationError("a pipeline is predicted for steps with one forward and one backward")
-        self._holders = trace.holders
+        self._rounding = rounding
         self._count = count
-        forward = trace.events_of(0)
-        backward = trace.events_of(1)
-        names = _names_of_stages(
-            trace,
-            forward,
-            nbytes,
-            count,
-            cut_before,
-        )
-        self._stages = _stages_of_holders(trace, forward, names)
+        self._holders = [holder._replace(nbytes=self._rounded(holder.nbytes)) for holder in step.holders]
+        forward = step.events_of(0)
+        names = _names_of_stages(self._holders, forward, count, cut_before)
+        self._stages = _stages_of_holders(self._holders, forward, names)
 
         # 1. What each stage has before, and computes for each micro-batch.
         self._before: dict[int, list[int]] = defaultdict(list)
@@ -77,7 +71,7 @@ class StagesOfStep:
                 self._before[stage].append(index)
             elif index not in before:
                 self._forwards[stage].append(event)
-        for event in backward:
+        for event in step.events_of(1):
             index = abs(event) - 1
             stage = self._stages[index]
             # Gradients of the last step go with the first backward.
@@ -87,46 +81,46 @@ class StagesOfStep:
         # 2. What a stage hands over to the next one.
         self._outputs: dict[int, list[int]] = {}
         for stage, events in self._forwards.items():
-            self._outputs[stage] = _outputs_of(trace.holders, events)
+            self._outputs[stage] = _outputs_of(self._holders, events)
 
         # 3. What the optimiser needs for a moment, as bytes of the whole step.
         self._last_events: Sequence[int] = ()
-        last = len(trace.phases) - 1
-        if trace.phases[last].phase == _OPTIMIZER_STEP:
-            self._last_events = trace.events_of(last)
+        last = len(step.phases) - 1
+        if step.phases[last].phase == _OPTIMIZER_STEP:
+            self._last_events = step.events_of(last)
 
-    def peak(
-        self,
-        nbytes: Sequence[int],
-        whole_batch: Sequence[int],
-        actions: Sequence[StageAction],
-        *,
-        copies_inputs: bool,
-    ) -> PredictedPeak:
+    def _rounded(self, nbytes: int) -> int:
+        """Return bytes as an allocator rounds them up."""
+        return -(-nbytes // self._rounding) * self._rounding
+
+    def peak(self, micro_batches: int, actions: Sequence[StageAction], *, copies_inputs: bool) -> PredictedPeak:
         """Return the peak of a device.
 
         Args:
-            nbytes: Bytes of the storages with one micro-batch.
-            whole_batch: Those with the whole batch.
+            micro_batches: Their number in a batch.
             actions: The actions of the device, in order.
             copies_inputs: Whether each stage but the first has copies of its inputs.
         """
-        device = _Device(self._holders, nbytes)
+        device = _Device(self._holders)
         stages = sorted({action.stage for action in actions})
 
         # 1. What exists before the step: weights, states, gradients of the last step, and the batch.
         for stage in stages:
             for index in self._before[stage]:
-                device.change(self._holders[index].category, whole_batch[index])
+                category, _, nbytes = self._holders[index]
+                if category == "batch":
+                    # All of it is there, and not one micro-batch.
+                    nbytes *= micro_batches
+                device.change(category, nbytes)
 
         # 2. The actions. After the first backward of a stage a gradient is on its way to the stage before.
         with_gradients: set[int] = set()
         for action in actions:
-            output = self._passed(action.stage, nbytes)
+            output = self._passed(action.stage)
             if not action.is_backward:
                 device.begin("forward")
                 if copies_inputs:
-                    device.receive(self._passing(action.stage - 1, nbytes), action)
+                    device.receive(self._passing(action.stage - 1), action)
                 device.compute(
                     self._forwards[action.stage],
                     action,
@@ -146,11 +140,11 @@ class StagesOfStep:
             device.end(action)
             if not has_gradients:
                 with_gradients.add(action.stage)
-                device.change("copy", self._passing(action.stage - 1, nbytes))
+                device.change("copy", self._passing(action.stage - 1))
 
         # 3. The optimiser's step.
         device.begin(_OPTIMIZER_STEP)
-        device.change("temporary", self._needed_for_optimizer(nbytes, stages))
+        device.change("temporary", self._needed_for_optimizer(stages))
         replay = Replay(
             numbers_of(device.parts),
             np.array(device.changes, dtype=np.int64),
@@ -159,26 +153,26 @@ class StagesOfStep:
         )
         return replay.peak()
 
-    def _passing(self, stage: int, nbytes: Sequence[int]) -> int:
+    def _passing(self, stage: int) -> int:
         """Return the bytes that a stage hands over to the next one; 0 for the last stage, and before the first."""
-        index = self._passed(stage, nbytes)
+        index = self._passed(stage)
         if index is None:
             return 0
-        return nbytes[index]
+        return self._holders[index].nbytes
 
-    def _passed(self, stage: int, nbytes: Sequence[int]) -> int | None:
+    def _passed(self, stage: int) -> int | None:
         """Return the storage that a stage hands over to the next one; None for the last stage, and before the first."""
         outputs = self._outputs.get(stage, ())
         if stage + 1 >= self._count or not outputs:
             return None
-        largest = max(nbytes[index] for index in outputs)
+        largest = max(self._holders[index].nbytes for index in outputs)
         # Values are no larger than the indices beside them, and much larger than the statistics of a norm.
-        large = [index for index in outputs if nbytes[index] * _VALUES >= largest]
-        return min(large, key=lambda index: nbytes[index])
+        large = [index for index in outputs if self._holders[index].nbytes * _VALUES >= largest]
+        return min(large, key=lambda index: self._holders[index].nbytes)
 
-    def _needed_for_optimizer(self, nbytes: Sequence[int], stages: Sequence[int]) -> int:
+    def _needed_for_optimizer(self, stages: Sequence[int]) -> int:
         """Return the most bytes that the optimiser's step of some stages needs for a moment."""
-        most, count = _most(self._last_events, nbytes)
+        most, count = _most(self._last_events, self._holders)
         total = 0
         part = 0
         largest = 0
@@ -187,12 +181,10 @@ class StagesOfStep:
             trained += holder.category == "gradient"
             if holder.category != "parameter":
                 continue
-            size = nbytes[index]
-            total += size
-            stage = self._stages[index]
-            if stage in stages:
-                part += size
-                largest = max(largest, size)
+            total += holder.nbytes
+            if self._stages[index] in stages:
+                part += holder.nbytes
+                largest = max(largest, holder.nbytes)
         # Either all parameters are stepped together, or one after the other; no stage needs more for one than for its
         # largest.
         if count >= trained:
@@ -200,10 +192,9 @@ class StagesOfStep:
             return round(share * most)
         smaller = []
         for event in self._last_events:
-            index = abs(event) - 1
-            if nbytes[index] <= largest:
+            if self._holders[abs(event) - 1].nbytes <= largest:
                 smaller.append(event)
-        most, _ = _most(smaller, nbytes)
+        most, _ = _most(smaller, self._holders)
         return most
 
 
@@ -212,7 +203,6 @@ class _Device:
 
     Args:
         holders: The storages of the step.
-        nbytes: Their bytes with one micro-batch.
 
     Attributes:
         parts: The part of each change.
@@ -220,12 +210,11 @@ class _Device:
         starts: The beginnings of the phases.
     """
 
-    def __init__(self, holders: Sequence[Holder], nbytes: Sequence[int]) -> None:
+    def __init__(self, holders: Sequence[Holder]) -> None:
         self.parts: list[Part] = []
         self.changes: list[int] = []
         self.starts: list[PhaseStart] = []
         self._holders = holders
-        self._nbytes = nbytes
         self._gradients = 0
         # Storages of each stage and micro-batch that are in flight.
         self._in_flight: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -271,8 +260,7 @@ class _Device:
         alive = self._in_flight[(action.stage, action.micro_batch)]
         for event in events:
             index = abs(event) - 1
-            category = self._holders[index].category
-            nbytes = self._nbytes[index]
+            category, _, nbytes = self._holders[index]
             if event < 0:
                 if index in alive and index != output:
                     alive.remove(index)
@@ -288,7 +276,8 @@ class _Device:
         """Release what the backward of a micro-batch has left of its forward."""
         key = (action.stage, action.micro_batch)
         for index in self._in_flight.pop(key):
-            self.change(self._holders[index].category, -self._nbytes[index])
+            category, _, nbytes = self._holders[index]
+            self.change(category, -nbytes)
         self.change("copy", -self._received.pop(key, 0))
 
 
@@ -296,20 +285,16 @@ class _Device:
 
 
 def _names_of_stages(
-    trace: StepTrace,
-    forward: Sequence[int],
-    nbytes: Sequence[int],
-    count: int,
-    cut_before: Sequence[str] | None,
+    holders: Sequence[Holder], forward: Sequence[int], count: int, cut_before: Sequence[str] | None
 ) -> list[str]:
     """Return the first modules of the stages but the first.
 
     Raises:
         ConfigurationError: If a name is unknown, or there are too few modules.
     """
-    order = _modules_in_order(trace, forward)
+    order = _modules_in_order(holders, forward)
     if cut_before is None:
-        return _equal_parts(trace, order, nbytes, count)
+        return _equal_parts(holders, order, count)
     names = []
     for name in cut_before:
         matches = [module for module in order if _is_within(module, name)]
@@ -319,11 +304,11 @@ def _names_of_stages(
     return names
 
 
-def _modules_in_order(trace: StepTrace, forward: Sequence[int]) -> list[str]:
+def _modules_in_order(holders: Sequence[Holder], forward: Sequence[int]) -> list[str]:
     """Return the modules that allocate something in the forward, in the order of the first time."""
     order = {}
     for event in forward:
-        holder = trace.holders[abs(event) - 1]
+        holder = holders[abs(event) - 1]
         is_computed = holder.category not in _NOT_COMPUTED
         # The root is no part of the network.
         if event > 0 and is_computed and holder.module:
@@ -339,18 +324,13 @@ def _is_within(module: str, name: str) -> bool:
     return any(place.startswith(prefix) for place in (f"{module}.", f"{in_network}."))
 
 
-def _equal_parts(
-    trace: StepTrace,
-    order: Sequence[str],
-    nbytes: Sequence[int],
-    count: int,
-) -> list[str]:
+def _equal_parts(holders: Sequence[Holder], order: Sequence[str], count: int) -> list[str]:
     """Return the modules before which parts of equal bytes begin: parameters and what the step allocates."""
     # 1. The bytes of each module.
     by_module: dict[str, int] = defaultdict(int)
-    for index, holder in enumerate(trace.holders):
+    for holder in holders:
         if holder.category in ("parameter", "activation"):
-            by_module[holder.module] += nbytes[index]
+            by_module[holder.module] += holder.nbytes
     total = sum(by_module[module] for module in order)
 
     # 2. A part ends where its share is reached.
@@ -368,12 +348,12 @@ def _equal_parts(
     return names
 
 
-def _stages_of_holders(trace: StepTrace, forward: Sequence[int], names: Sequence[str]) -> list[int]:
+def _stages_of_holders(holders: Sequence[Holder], forward: Sequence[int], names: Sequence[str]) -> list[int]:
     """Return the stage of each storage.
 
     Args:
-        trace: The step.
-        forward: The events of its forward.
+        holders: The storages.
+        forward: The events of the forward.
         names: The first modules of the stages but the first.
     """
     # 1. Activations of the forward, by position. A module of several stages, such as the root, tells nothing.
@@ -383,7 +363,7 @@ def _stages_of_holders(trace: StepTrace, forward: Sequence[int], names: Sequence
     current = 0
     for event in forward:
         index = abs(event) - 1
-        holder = trace.holders[index]
+        holder = holders[index]
         if event < 0 or holder.category in _NOT_COMPUTED:
             continue
         if current < last and holder.module == names[current]:
@@ -398,7 +378,7 @@ def _stages_of_holders(trace: StepTrace, forward: Sequence[int], names: Sequence
     # 2. All others, by their modules. The backward begins with the last stage.
     result = []
     current = last
-    for index, holder in enumerate(trace.holders):
+    for index, holder in enumerate(holders):
         if index in stages:
             result.append(stages[index])
         elif holder.category in _OF_PARAMETERS:
@@ -441,7 +421,7 @@ def _outputs_of(holders: Sequence[Holder], events: Sequence[int]) -> list[int]:
     return outputs
 
 
-def _most(events: Sequence[int], nbytes: Sequence[int]) -> tuple[int, int]:
+def _most(events: Sequence[int], holders: Sequence[Holder]) -> tuple[int, int]:
     """Return the most bytes that a phase adds to those at its beginning, and in how many storages these are."""
     running = 0
     count = 0
@@ -449,7 +429,7 @@ def _most(events: Sequence[int], nbytes: Sequence[int]) -> tuple[int, int]:
     for event in events:
         # A negative event is a release.
         sign = 1 if event > 0 else -1
-        running += sign * nbytes[abs(event) - 1]
+        running += sign * holders[abs(event) - 1].nbytes
         count += sign
         most = max(most, (running, count))
     return most

@@ -1,22 +1,41 @@
-"""The peak of one device: a recorded step replayed with the bytes and the shares that the device has of it."""
+"""A recorded step replayed with the bytes and the shares that a device has of it."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.extensions.common.device_loads import DeviceLoad, Part
-from equipoise.extensions.planning.curve.parts import PhaseStart, PredictedPeak
+from equipoise.extensions.planning.peaks.recorded_step import PhaseStart
 from equipoise.memory.records import CATEGORIES
 
-__all__ = ["Integers", "Replay", "numbers_of"]
+__all__ = ["Integers", "PredictedPeak", "Replay", "numbers_of"]
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 # The parts by number; the last two exist under several devices only.
 _PARTS: tuple[Part, ...] = (*CATEGORIES, "bucket", "copy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedPeak:
+    """Predicted peak of one device.
+
+    Attributes:
+        nbytes: Bytes at the peak.
+        phase: The phase of the peak.
+        parts: Bytes by kind, the largest first: "parameter", "gradient", "optimizer state", "activation",
+            "temporary", "batch", "buffer"; under several devices also "bucket" and "copy".
+        phases: The peak of each phase in bytes.
+    """
+
+    nbytes: int
+    phase: str
+    parts: Mapping[Part, int]
+    phases: Mapping[str, int]
 
 
 def numbers_of(parts: Sequence[Part]) -> Integers:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.extensions.common.device_loads import GatheredUnit
-from equipoise.extensions.planning.curve.parts import PhaseStart, StepTrace
-from equipoise.extensions.planning.curve.replay import Integers, numbers_of
+from equipoise.extensions.planning.peaks.recorded_step import PhaseStart, RecordedStep
+from equipoise.extensions.planning.peaks.replay import Integers, numbers_of
 
 __all__ = ["Gathering", "gathered"]
 
@@ -62,29 +62,27 @@ class Gathering(NamedTuple):
         )
 
 
-def gathered(trace: StepTrace, nbytes: Sequence[int], units: Sequence[GatheredUnit], share: float) -> Gathering:
+def gathered(step: RecordedStep, units: Sequence[GatheredUnit], share: float) -> Gathering:
     """Return what gathering needs beside a step.
 
     Args:
-        trace: The step.
-        nbytes: Bytes of its storages.
+        step: The step.
         units: The units, the root last.
         share: The share of each gradient that a process keeps.
     """
     walk = _Walk(units, share)
     before_phases = []
-    for number, start in enumerate(trace.phases):
+    for number, start in enumerate(step.phases):
         before_phases.append(len(walk.positions))
         walk.position = start.event
         is_backward = start.phase == "backward"
         walk.begin(start.phase)
-        for event in trace.events_of(number):
-            index = abs(event) - 1
-            holder = trace.holders[index]
+        for event in step.events_of(number):
+            holder = step.holders[abs(event) - 1]
             if event > 0 and holder.category in _COMPUTED:
                 walk.enter(holder.module)
             elif event > 0 and is_backward and holder.category == "gradient":
-                walk.add_gradient(holder.module, nbytes[index])
+                walk.add_gradient(holder.module, holder.nbytes)
             walk.position += 1
         walk.end(start.phase)
     return Gathering(walk.positions, walk.nbytes, before_phases)

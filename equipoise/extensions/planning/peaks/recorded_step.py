@@ -1,13 +1,13 @@
-"""Parts of a recorded step, and the peak that follows from them."""
+"""A recorded step: its storages, their allocations and releases, and its phases."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from equipoise.extensions.common.device_loads import Part
 from equipoise.memory.records import Category
 
-__all__ = ["Holder", "PhaseStart", "PredictedPeak", "StepTrace"]
+__all__ = ["Holder", "PhaseStart", "RecordedStep"]
 
 
 class Holder(NamedTuple):
@@ -16,12 +16,12 @@ class Holder(NamedTuple):
     Attributes:
         category: Its category.
         module: Name of the module that it belongs to, or that created it.
-        size: Index of its size among those of the curve.
+        nbytes: Its bytes.
     """
 
     category: Category
     module: str
-    size: int
+    nbytes: int
 
 
 class PhaseStart(NamedTuple):
@@ -37,16 +37,18 @@ class PhaseStart(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTrace:
-    """A recorded step.
+class RecordedStep:
+    """A step that a ledger has recorded.
 
     Attributes:
+        batch_size: Samples of its batch.
         holders: The storages, in the order of their allocation.
         events: Allocations and releases in order: a positive number n allocates holder n - 1, a negative one releases
             it.
         phases: The phases in order.
     """
 
+    batch_size: int
     holders: Sequence[Holder]
     events: Sequence[int]
     phases: Sequence[PhaseStart]
@@ -62,20 +64,11 @@ class StepTrace:
             end = self.phases[following].event
         return self.events[begin:end]
 
-
-@dataclass(frozen=True, kw_only=True)
-class PredictedPeak:
-    """Predicted peak of one device.
-
-    Attributes:
-        nbytes: Bytes at the peak.
-        phase: The phase of the peak.
-        parts: Bytes by kind, the largest first: "parameter", "gradient", "optimizer state", "activation",
-            "temporary", "batch", "buffer"; under several devices also "bucket" and "copy".
-        phases: The peak of each phase in bytes.
-    """
-
-    nbytes: int
-    phase: str
-    parts: Mapping[Part, int]
-    phases: Mapping[str, int]
+    def totals(self) -> Mapping[Category, int]:
+        """Return the bytes that are alive at the end, by category."""
+        alive = {abs(event) - 1: event > 0 for event in self.events}
+        totals: dict[Category, int] = defaultdict(int)
+        for index, is_alive in alive.items():
+            if is_alive:
+                totals[self.holders[index].category] += self.holders[index].nbytes
+        return totals

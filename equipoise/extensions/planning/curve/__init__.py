@@ -1,1 +1,0 @@
-"""Memory of a step as a function of the batch size."""

@@ -1,0 +1,1 @@
+"""A recorded step, and the peak of a device that follows from it."""
