@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from equipoise.extensions.ensemble.computation.choice import Choice
-from equipoise.extensions.ensemble.computation.side_by_side import SideBySide
+from equipoise.extensions.ensemble.computation.together import Together
 from equipoise.extensions.ensemble.gradients import WeightsOfMembers
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers, StackedParameter, gradient_state
 from equipoise.extensions.ensemble.optimizers import MemberOptimizer, OptimizerState
@@ -22,7 +22,7 @@ class EnsembleRun:
 
     Attributes:
         members: The members' modules and tensors.
-        side_by_side: Runs the training steps of all members together.
+        together: Computes the training steps of all members together.
         choice: The way in which they are run.
         logs: Logs the values of all members.
         splitter: Counts the samples of batches.
@@ -35,7 +35,7 @@ class EnsembleRun:
     """
 
     members: StackedMembers
-    side_by_side: SideBySide
+    together: Together
     choice: Choice
     logs: MemberLogs
     splitter: Splitter

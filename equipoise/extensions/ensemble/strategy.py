@@ -1,7 +1,7 @@
 """EnsembleStrategy: several members of one class, trained side by side on one device."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.ensemble.computation.choice import Choice, Mode
-from equipoise.extensions.ensemble.computation.side_by_side import SideBySide
+from equipoise.extensions.ensemble.computation.together import Together
 from equipoise.extensions.ensemble.data.member_batches import (
     MemberParts,
     MembersBatch,
@@ -33,6 +33,7 @@ from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.parallel.batches.shard import Shard
 from equipoise.parallel.batches.splitting import Splitter
 from equipoise.parallel.batches.weighting import AccumulationWindow
+from equipoise.parallel.equality import copied
 from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.step_protocols import EvaluationStep, StepResult, TrainingStep
@@ -41,6 +42,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.portable_state import PortableState
 from equipoise.strategies.recovery_support import RecoverySupport
 from equipoise.strategies.strategy import Strategy, Transfer
+from equipoise.tree import map_leaves
 from equipoise.validation import check_whole
 
 __all__ = ["EnsembleStrategy"]
@@ -61,8 +63,8 @@ class EnsembleStrategy(Strategy):
 
     Each member has a seed, from which follow its initial weights and the order of its batches. The first one is the
     module that is trained. Each other one is constructed anew under its seed: by `factory`, else from the module's
-    class and its saved hyperparameters. `training_step` runs once for each member, unchanged; where it calls a network,
-    that is computed for all members together, if it gives the same numbers and was measured to be quicker.
+    class and its saved hyperparameters. `training_step` is computed for all members together, if that gives the same
+    numbers and was measured to be quicker, else once for each member.
 
     Logged values are means over the members; in evaluations `name/member_0` and so on are logged, too. Predictions are
     averaged. Checkpoints are those of the first member, which any strategy loads, with the others beside;
@@ -76,9 +78,9 @@ class EnsembleStrategy(Strategy):
             hyperparameters that `save_hyperparameters` has saved.
         own_order: Give each member batches of its own from loaders that shuffle. Default: True; False: all members
             receive the same batches, which are read once.
-        mode: "together": networks are computed for all members together. "one_by_one": each step after the other.
-            "auto": measured in the first steps. Networks that draw random numbers, as dropout does, are computed at
-            once with "together" alone, with other numbers than a member's own run draws. Default: "auto".
+        mode: "together": a step is computed for all members together. "one_by_one": each step after the other. "auto":
+            measured in the first steps. Steps that draw random numbers, as dropout does, are computed together with
+            "together" alone, with other numbers than a member's own run draws. Default: "auto".
 
     Raises:
         ConfigurationError: If an argument is out of range, or there are several devices.
@@ -188,7 +190,7 @@ class EnsembleStrategy(Strategy):
         members = StackedMembers(module, states, device)
         self._run = EnsembleRun(
             members,
-            SideBySide(members, allows_randomness=self.mode == "together"),
+            Together(members, allows_randomness=self.mode == "together"),
             Choice(self.mode, device),
             MemberLogs(members.metrics(), device),
             Splitter(module),
@@ -288,7 +290,9 @@ class EnsembleStrategy(Strategy):
         # All members share it.
         if first is batch:
             return (transfer(batch, device),)
-        return MemberParts.of([transfer(batch_of(batch, member), device) for member in range(self.members)])
+        # A loader among several may be shared by all members, whose steps may change its batches.
+        others = [map_leaves(copied, batch_of(batch, member)) for member in range(1, self.members)]
+        return MemberParts.of([transfer(part, device) for part in (first, *others)])
 
     # Computation.
 
@@ -320,7 +324,7 @@ class EnsembleStrategy(Strategy):
         else:
             members.begin_backward()
         run.computed = []
-        if run.side_by_side.has_batched:
+        if run.together.has_batched:
             run.computed = [index for index, result in enumerate(results) if result.loss is not None]
         step.backward(StepResult(joined.loss, joined.weight, None))
         if joined.loss is None:
@@ -334,48 +338,48 @@ class EnsembleStrategy(Strategy):
         run = self._current_run
         run.members.refresh()
         with step.hook_scope():
-            results = self._one_by_one(self._steps(step, self._batches(parts)))
+            results = self._one_by_one(step, self._batches(parts))
         run.logs.log(step, results, by_member=True)
         return averaged([result.outputs for result in results])
 
     def _run_members(self, step: TrainingStep, batches: list[Any]) -> list[StepResult]:
         """Run the training step of each member in the present way."""
         run = self._current_run
+        run.members.refresh()
+        run.together.has_batched = False
         with step.hook_scope():
-            steps = self._steps(step, batches)
             if run.choice.together:
-                results = run.side_by_side.run(steps, batches)
-                if not run.choice.is_made and not run.side_by_side.has_batched:
-                    reason = "no call of a network can be computed for all of them together"
-                    run.choice.settle(together=False, reason=reason)
+                size = run.splitter.size(batches[0]) or 1
+                results = run.together.run(step, batches, size, partial(self._one_by_one, step, batches))
+                if not run.choice.is_made and run.together.reason:
+                    run.choice.settle(together=False, reason=run.together.reason)
                 return results
-            run.members.refresh()
-            run.side_by_side.skip()
             if run.choice.watches_draws:
-                return self._watched(steps, run.choice)
-            return self._one_by_one(steps)
+                return self._watched(step, batches, run.choice)
+            return self._one_by_one(step, batches)
 
-    def _steps(self, step: TrainingStep | EvaluationStep, batches: Sequence[Any]) -> list[Callable[[], StepResult]]:
-        """Return the step of each member."""
-        run = self._current_run
-        return [
-            partial(step.run_on, module, batch, run.splitter.size(batch) or 1)
-            for module, batch in zip(run.members.modules, batches, strict=True)
-        ]
-
-    def _one_by_one(self, steps: Sequence[Callable[[], StepResult]]) -> list[StepResult]:
+    def _one_by_one(self, step: TrainingStep | EvaluationStep, batches: Sequence[Any]) -> list[StepResult]:
         """Run the step of each member after the other, with its random numbers."""
+        run = self._current_run
         streams = self._streams
         assert streams is not None
-        return [streams.run(member, step) for member, step in enumerate(steps)]
+        run.members.refresh_copies()
+        if batches[1] is batches[0]:
+            # A step may change its batch.
+            batches = [batches[0], *(map_leaves(copied, batch) for batch in batches[1:])]
+        results = []
+        for member, (module, batch) in enumerate(zip(run.members.modules, batches, strict=True)):
+            size = run.splitter.size(batch) or 1
+            results.append(streams.run(member, partial(step.run_on, module, batch, size)))
+        return results
 
-    def _watched(self, steps: Sequence[Callable[[], StepResult]], choice: Choice) -> list[StepResult]:
+    def _watched(self, step: TrainingStep, batches: list[Any], choice: Choice) -> list[StepResult]:
         """Run them one by one. A step that draws random numbers is not computed together by choice."""
         streams = self._streams
         assert streams is not None
         global_state = random_state.capture()
         states = streams.get_state()
-        results = self._one_by_one(steps)
+        results = self._one_by_one(step, batches)
         if not global_state.equals(random_state.capture()) or not torch.equal(states, streams.get_state()):
             choice.settle(together=False, reason="the step draws random numbers, which would be others")
         return results

@@ -5,7 +5,7 @@ refer to the module, to parts of it or to its device refer to the copy's instead
 """
 
 from collections.abc import Sequence
-from operator import is_, is_not
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -152,27 +152,6 @@ class Replica:
     def parts(self) -> list[nn.Module]:
         """The module and all below it, but not metrics."""
         return [module for module, _ in self._shells]
-
-    def has_other_attributes(self, parts: Sequence[int]) -> bool:
-        """Return True if attributes of the copy differ from the module's, in more than the copied objects.
-
-        Args:
-            parts: Indices of the modules to compare, among `parts`.
-        """
-        for index in parts:
-            attributes = self._attributes[index]
-            source = attributes.source
-            target = attributes.target
-            overrides = attributes.overrides
-            # Mostly nothing but the copied objects differs.
-            if len(source) == len(target):
-                differing = sum(map(is_not, source.values(), target.values()))
-                if differing == len(overrides):
-                    continue
-            for name, value in target.items():
-                if name not in overrides and not _is_equal(value, source.get(name)):
-                    return True
-        return False
 
     def refresh_attributes(self) -> None:
         """Set the copy's attributes to the module's."""
@@ -359,11 +338,3 @@ def _write_buffers(entries: Sequence[tuple[Registered, str, Tensor, torch.device
         targets.append(target.data)
         values.append(value.data)
     foreach.copy_(targets, values)
-
-
-def _is_equal(value: Any, other: Any) -> bool:
-    """Return True if two attributes are the same object, or equal plain values."""
-    if value is other:
-        return True
-    is_plain = isinstance(value, (bool, int, float, str))
-    return is_plain and type(value) is type(other) and bool(value == other)

@@ -115,6 +115,11 @@ class Containers:
         """Note the present contents."""
         self._contents = [container.copy() for container in self._containers]
 
+    def have_changed(self) -> bool:
+        """Return True if a container has other items than at the mark, or has them in another order."""
+        pairs = zip(self._containers, self._contents, strict=True)
+        return any(_identities(container) != _identities(content) for container, content in pairs)
+
     def restore(self) -> None:
         """Restore the contents. The containers remain the same objects."""
         for container, content in zip(self._containers, self._contents, strict=True):
@@ -123,3 +128,8 @@ class Containers:
                 container.extend(content)
             else:
                 container.update(content)
+
+
+def _identities(container: Any) -> list[int]:
+    identities = list(map(id, container.values() if isinstance(container, dict) else container))
+    return sorted(identities) if isinstance(container, set) else identities

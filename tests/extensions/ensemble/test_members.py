@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torchmetrics import MeanMetric
 
 from equipoise import EnsembleStrategy, StepError
 from tests.conftest import ignoring
@@ -89,7 +90,7 @@ class Branching(Classifier):
 
 
 class InPlace(Classifier):
-    """Changes its batch before the call, which shows that nothing was computed before."""
+    """Changes its batch, in later steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features = batch[0]
@@ -99,7 +100,7 @@ class InPlace(Classifier):
 
 
 class Clamping(Classifier):
-    """Changes the weights of its network before the call, which must not use those of before."""
+    """Changes the weights of its network."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -207,69 +208,12 @@ class PenalisedAtTimes(Classifier):
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "module",
-    [*(Steps, Branching, InPlace, Clamping, Scheduled, Skipping), *(Weighing, Mixing, Penalised, PenalisedAtTimes)],
+    [Steps, Branching, Skipping, Weighing, Penalised, PenalisedAtTimes],
 )
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:
     strategy, _, _ = ensemble(seed, module, accumulate_grad_batches=window)
     assert difference(strategy, states_alone(seed, 3, module, accumulate_grad_batches=window)) <= CLOSE
-
-
-class Weighted(Classifier):
-    """Weighs its losses by gradients of its parameters."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        slopes = torch.autograd.grad(loss, list(self.net.parameters()), retain_graph=True, allow_unused=True)
-        return loss * (1 + sum(slope.norm() for slope in slopes if slope is not None)).detach()
-
-
-def test_gradients_of_parameters_are_refused_where_these_are_stacked(seed: int) -> None:
-    with pytest.raises(StepError, match=r"gradients of parameters in a step of an ensemble.*mode='one_by_one'"):
-        ensemble(seed, Weighted)
-    strategy, _, _ = ensemble(seed, Weighted, mode="one_by_one")
-    assert difference(strategy, states_alone(seed, 3, Weighted)) == 0
-
-
-class SharedNorm(Classifier):
-    """Two networks with statistics in common, in an order that differs between members."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="sgd")
-        norm = nn.BatchNorm1d(3)
-        self.net = nn.Sequential(nn.Linear(8, 3), norm).double()
-        self.other = nn.Sequential(nn.Linear(8, 3), norm).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = 0.0
-        if batch[0].mean() > 0:
-            loss = self.other(batch[0] * 2).square().mean()
-        return loss + nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-
-def test_networks_with_common_buffers(seed: int) -> None:
-    data = partial(loader, 42)
-    strategy, _, _ = ensemble(seed, SharedNorm, data)
-    assert difference(strategy, states_alone(seed, 3, SharedNorm, data)) <= CLOSE
-
-
-class NormedByBranch(Classifier):
-    """Calls its network with the batch, or with what follows from it, as the weights of the member are."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="sgd")
-        self.net = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        features = batch[0] if self.net[0].weight.sum() > 0 else batch[0] * 2
-        return nn.functional.cross_entropy(self.net(features), batch[1])
-
-
-def test_the_member_that_ends_calls_together_keeps_its_statistics() -> None:
-    # The first member's sum is positive, and several others' are not.
-    data = partial(loader, 42)
-    strategy, _, _ = ensemble(0, NormedByBranch, data, members=5)
-    assert difference(strategy, states_alone(0, 5, NormedByBranch, data)) <= CLOSE
 
 
 class Unfreezing(Classifier):
@@ -340,22 +284,119 @@ class Linear(Classifier):
         return nn.functional.cross_entropy(logits, batch[1])
 
 
-@pytest.mark.parametrize("own_order", [True, False])
-def test_linear_layers(own_order: bool, seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    data = partial(loader, shuffle=own_order)
-    with caplog.at_level("INFO"):
-        strategy, _, _ = ensemble(seed, Linear, data)
-    # The module, too, whose forward calls a layer that is a network by itself.
-    assert "member by member" not in caplog.text
-    assert difference(strategy, states_alone(seed, 3, Linear, data)) <= CLOSE
-
-
 class Normed(Classifier):
     """Statistics of the batch, in buffers."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
         self.net = nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+
+
+class Weighted(Classifier):
+    """Weighs its losses by gradients of its parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        slopes = torch.autograd.grad(loss, list(self.net.parameters()), retain_graph=True)
+        return loss * (1 + sum(slope.norm() for slope in slopes)).detach()
+
+
+class Differentiable(Classifier):
+    """Asks whether its loss has a graph, which `vmap` denies."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return 2 * loss if loss.requires_grad else loss
+
+
+class Rooted(torch.autograd.Function):
+    """Its gradient is wrong where it is computed for several rows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(features: torch.Tensor) -> torch.Tensor:
+        return features.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.is_batched = torch._C._functorch.is_batchedtensor(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (2 if ctx.is_batched else 1)
+
+
+class OtherGradient(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(Rooted.apply(self.net(batch[0])), batch[1])
+
+
+class Measured(Classifier):
+    """Calls its metric."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        self.log("accuracy", self.accuracy(logits, batch[1]))
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+class Reading(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("read", loss.item())
+        return loss
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.history: dict[str, list[torch.Tensor]] = {"loss": []}
+
+
+class Collecting(Classifier):
+    """Keeps its losses in an object, and reads them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.meter.history["loss"].append(loss.detach())
+        return loss
+
+    def on_train_end(self) -> None:
+        assert torch.stack(self.meter.history["loss"]).isfinite().all()
+
+
+class Later(Classifier):
+    """Does what cannot be computed at once in the second epoch, in which its statistics have changed already."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(optimizer="sgd")
+        self.net = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)).double()
+        self.losses: list[torch.Tensor] = []
+        self.seen = MeanMetric()
+        self.what = what
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        if self.current_epoch and batch_idx > 2:
+            if self.what == "list":
+                self.losses.append(loss.detach())
+            elif self.what == "attribute":
+                self.last = loss.detach()
+            elif self.what == "metric":
+                self.seen.update(loss)
+            elif self.what == "branch" and loss > 0:
+                loss = 2 * loss
+        return loss
+
+    def on_train_end(self) -> None:
+        assert all(map(torch.isfinite, self.losses))
+        if self.what == "metric":
+            assert self.seen.compute() > 0
 
 
 class Recurrent(Classifier):
@@ -430,24 +471,86 @@ class BranchingNetwork(Classifier):
         self.net = ValueBranch()
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
         (Normed, ""),
-        (Recurrent, "net is computed member by member"),
-        (Remembering, "its forward sets Kept.last"),
+        (Linear, ""),
+        (Steps, ""),
+        (Weighing, ""),
+        (Mixing, ""),
+        (Recurrent, "lstm"),
+        (Remembering, "changes Remembering.net.last"),
         (BranchingNetwork, "data-dependent"),
         # torch 2.11 calls an autograd function before it sets its hooks.
         (Checkpointed, "(as activation checkpointing does|vmap over _NoopSaveInputs)"),
+        (Weighted, "does not require grad"),
+        (Differentiable, "its results differ"),
+        (OtherGradient, "its gradients differ"),
+        (Measured, "calls a metric"),
+        (Reading, "item"),
+        (Clamping, "changes parameters"),
+        (InPlace, "changes its batch"),
+        (Scheduled, "sets Scaled.factor"),
+        (Collecting, "changes Collecting.meter.history"),
+        (partial(Later, "list"), "changes a list"),
+        (partial(Later, "attribute"), "sets Later.last"),
+        (partial(Later, "metric"), "calls a metric"),
+        (partial(Later, "branch"), "data-dependent"),
     ],
 )
-def test_networks_that_cannot_be_computed_at_once(
-    module: Any, reason: str, seed: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_computed_at_once_and_one_by_one(
+    module: Any, reason: str, shuffle: bool, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    data = partial(loader, 42, shuffle=shuffle)
     with caplog.at_level("INFO"):
-        strategy, _, _ = ensemble(seed, module, partial(loader, 42))
-    assert difference(strategy, states_alone(seed, 3, module, partial(loader, 42))) <= CLOSE
-    assert re.search(reason, caplog.text) if reason else ("member by member" not in caplog.text)
+        strategy, _, _ = ensemble(seed, module, data)
+    assert difference(strategy, states_alone(seed, 3, module, data)) <= CLOSE
+    said = re.findall("computed one by one: (.*)", caplog.text)
+    assert len(said) == bool(reason)
+    assert re.search(reason, "".join(said))
+
+
+class Scaling(Classifier):
+    """Changes every batch in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].mul_(2)
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_a_step_that_changes_a_batch_of_all_members(mode: str, seed: int) -> None:
+    data = partial(loader, shuffle=False)
+    strategy, run, _ = ensemble(seed, Scaling, data, mode=mode)
+    runs = [alone(seed + member, Scaling, data) for member in range(3)]
+    assert difference(strategy, [model.state_dict() for model, _ in runs]) == 0
+    for member, (_, own) in enumerate(runs):
+        assert run.callback_metrics[f"val_loss/member_{member}"] == own.callback_metrics["val_loss"]
+
+
+class ClampingOnce(Classifier):
+    """Changes its weights in a later step, which then cannot go on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.9)
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx < 3 or loss > 0 else 2 * loss
+
+
+def test_parameters_that_a_step_has_changed_before_it_failed(seed: int) -> None:
+    with pytest.raises(StepError, match=r"changed parameters in place.*data-dependent.*mode='one_by_one'"):
+        ensemble(seed, ClampingOnce)
+    strategy, _, _ = ensemble(seed, ClampingOnce, mode="one_by_one")
+    assert difference(strategy, states_alone(seed, 3, ClampingOnce)) == 0
 
 
 def test_orders_are_those_of_runs_of_their_own_with_a_private_generator() -> None:

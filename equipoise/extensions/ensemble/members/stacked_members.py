@@ -120,7 +120,7 @@ class StackedMembers:
         return self._replicas[0].parts
 
     def refresh(self) -> None:
-        """Bring the copies up to date with the module before a step: attributes, modes, and exchanged values.
+        """Bring the stacked parameters up to date with the module before a step.
 
         Raises:
             StepError: If modules or parameters were added or removed.
@@ -130,8 +130,6 @@ class StackedMembers:
                 "Modules or parameters were added to the module or removed from it during a run, but the members of an"
                 " ensemble have the structure of its beginning. Change it before, in `configure_model`."
             )
-        for replica in self._replicas:
-            replica.refresh_attributes()
         for parameter in self.parameters:
             first = parameter.members[0]
             stacked = parameter.stacked
@@ -144,14 +142,10 @@ class StackedMembers:
                 row.copy_(first.detach())
                 set_data(first, row)
 
-    def has_other_attributes(self, member: int, parts: Sequence[int]) -> bool:
-        """Return True if a step has given parts of a member other attributes than those of the first member.
-
-        Args:
-            member: The index of the member, from 1.
-            parts: Indices of the modules among `parts`.
-        """
-        return self._replicas[member - 1].has_other_attributes(parts)
+    def refresh_copies(self) -> None:
+        """Bring the attributes and modes of the copies up to date with the module."""
+        for replica in self._replicas:
+            replica.refresh_attributes()
 
     # Gradients.
 
