@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers, StackedParameter
-from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 
 __all__ = ["MemberOptimizer", "OptimizerState"]
@@ -71,8 +69,6 @@ class MemberOptimizer(StrategyOptimizer):
         self._groups: list[list[Tensor]] = []
         self._parameters: list[StackedParameter] = []
         self._stacked_groups: list[list[nn.Parameter]] = []
-        # The step over stacked parameters, without the record of a profiler that is not at work.
-        self._plain_step: Callable[[], Any] | None = plain_step(optimizer) if self.is_stacked else None
         # The optimisers of all other members, where each has one.
         self._twins: list[Optimizer] = []
         # Refuses parameters that no member has.
@@ -125,36 +121,12 @@ class MemberOptimizer(StrategyOptimizer):
         self._prepare()
         if self.is_stacked:
             with self._stacked():
-                if kwargs or self._plain_step is None:
-                    result = self.optimizer.step(**kwargs)
-                else:
-                    result = self._plain_step()
+                result = self.optimizer.step(**kwargs)
         else:
             result = self.optimizer.step(**kwargs)
             for twin in self._twins:
                 twin.step(**kwargs)
         return result if closure is None else loss
-
-    def unscale(self, scaler: GradScaler) -> None:
-        """Divide the gradients of all members by the scale of the loss."""
-        with self._stacked():
-            scaler.unscale_(self.optimizer)
-
-    def scaled_step(self, scaler: GradScaler, **kwargs: Any) -> Any:
-        """Step the optimiser unless a gradient of any member is not finite.
-
-        Raises:
-            ConfigurationError: If members have an optimiser each.
-        """
-        self._prepare()
-        if not self.is_stacked:
-            raise ConfigurationError(
-                f"strategy='ensemble' with a scaled loss (16-mixed) takes an optimiser that computes each element by"
-                f" itself, such as Adam, and a loss for every member in each step, not"
-                f" {type(self.optimizer).__name__}. Choose bf16-mixed."
-            )
-        with self._stacked():
-            return scaler.step(self.optimizer, **kwargs)
 
     def _prepare(self) -> None:
         """Bring gradients and options to where the step reads them."""

@@ -115,6 +115,7 @@ class EnsembleStrategy(Strategy):
         self.own_order = own_order
         self.mode: Mode = mode
         self._run: EnsembleRun | None = None
+        self._scales_loss = False
         self._forget()
 
     def _forget(self) -> None:
@@ -182,6 +183,7 @@ class EnsembleStrategy(Strategy):
 
     def setup(self, module: nn.Module, precision: Precision) -> None:
         """Place the module, and construct the other members; see `Strategy.setup`."""
+        self._scales_loss = precision.scaler is not None
         # 1. Before the module is placed: members are constructed from its values.
         states = self._initial_states(module)
         super().setup(module, precision)
@@ -414,6 +416,11 @@ class EnsembleStrategy(Strategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> StrategyOptimizer:
         """Return an optimiser as it is stepped for all members; see `Strategy.setup_optimizer`."""
+        if self._scales_loss:
+            raise ConfigurationError(
+                "strategy='ensemble' cannot scale the loss (16-mixed): an overflow in one member would skip the step of"
+                " all. Choose precision='bf16-mixed', or train the members in runs of their own."
+            )
         return self._current_run.optimizer_of(optimizer)
 
     # State.

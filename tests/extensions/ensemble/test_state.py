@@ -229,6 +229,11 @@ def test_several_devices_are_refused() -> None:
         Trainer(strategy="ensemble", devices=["cpu", "cpu"], logger=False)
 
 
+def test_a_scaled_loss_is_refused() -> None:
+    run = trainer(EnsembleStrategy(members=2), precision="16-mixed")
+    refuses(lambda: run.fit(Classifier(), loader(), loader(shuffle=False)), "16-mixed", "bf16-mixed")
+
+
 def test_an_error_in_the_step_of_a_member_ends_the_run() -> None:
     class Failing(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
