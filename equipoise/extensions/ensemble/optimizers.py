@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.ensemble.members.stacked_members import StackedMembers, StackedParameter
+from equipoise.interop.torch.optimizers import plain_step
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 
 __all__ = ["MemberOptimizer", "OptimizerState"]
@@ -69,6 +70,8 @@ class MemberOptimizer(StrategyOptimizer):
         self._groups: list[list[Tensor]] = []
         self._parameters: list[StackedParameter] = []
         self._stacked_groups: list[list[nn.Parameter]] = []
+        # The step over stacked parameters, without the record of a profiler that is not at work.
+        self._plain_step: Callable[[], Any] = plain_step(optimizer) if self.is_stacked else optimizer.step
         # The optimisers of all other members, where each has one.
         self._twins: list[Optimizer] = []
         # Refuses parameters that no member has.
@@ -121,7 +124,7 @@ class MemberOptimizer(StrategyOptimizer):
         self._prepare()
         if self.is_stacked:
             with self._stacked():
-                result = self.optimizer.step(**kwargs)
+                result = self.optimizer.step(**kwargs) if kwargs else self._plain_step()
         else:
             result = self.optimizer.step(**kwargs)
             for twin in self._twins:

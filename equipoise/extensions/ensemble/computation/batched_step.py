@@ -163,9 +163,11 @@ class BatchedStep:
         count = len(self._places)
         first: Any = None
         tree: Any = None
+        outputs_tree: Any = None
+        number = 0
 
         def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
-            nonlocal first, tree
+            nonlocal first, tree, outputs_tree, number
             with self._registered(tensors[:count]), self._without_metrics():
                 batch = insert_tensors(batches.tree, batches.tensors if batches.are_shared else tensors[count:])
                 with disable_saved_tensors_hooks(_SAVES_OTHERWISE):
@@ -173,9 +175,10 @@ class BatchedStep:
             if first.loss is None:
                 raise NotBatchable("it returned no loss")
             _check_plain(first.outputs, "it returns")
-            values = [logged.value for logged in first.logged]
-            tree, results = extract_tensors((first.weight, values, first.outputs))
-            return first.loss, *results
+            tree, of_members = extract_tensors((first.weight, [logged.value for logged in first.logged]))
+            outputs_tree, of_first = extract_tensors(first.outputs)
+            number = len(of_members)
+            return first.loss, *of_members, *of_first
 
         # 1. The step. A batch that all members share is no argument.
         arguments = [*self.parameters, *self.buffers]
@@ -184,16 +187,14 @@ class BatchedStep:
         losses, *results = torch.vmap(compute, randomness=randomness)(*arguments)
 
         # 2. The rows of each member. Of the outputs those of the first one are shown.
-        weight, values, outputs = tree
-        outputs = insert_tensors(outputs, [result[0] for result in results])
-        rows = [result.unbind() for result in results]
+        outputs = insert_tensors(outputs_tree, [result[0] for result in results[number:]])
+        rows = [result.unbind() for result in results[:number]]
         results_of_members = []
         for member, loss in enumerate(losses.unbind()):
-            row = [result[member] for result in rows]
-            values_of_member = insert_tensors(values, row)
-            pairs = zip(first.logged, values_of_member, strict=True)
+            weight, values = insert_tensors(tree, [result[member] for result in rows])
+            pairs = zip(first.logged, values, strict=True)
             logged = [one._replace(value=value) for one, value in pairs]
-            results_of_members.append(StepResult(loss, insert_tensors(weight, row), outputs, logged))
+            results_of_members.append(StepResult(loss, weight, outputs, logged))
         return results_of_members
 
     @contextmanager
