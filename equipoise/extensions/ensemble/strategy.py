@@ -192,7 +192,7 @@ class EnsembleStrategy(Strategy):
         members = StackedMembers(module, states, device)
         self._run = EnsembleRun(
             members,
-            Together(members, allows_randomness=self.mode == "together"),
+            Together(members, allows_randomness=self.mode == "together", autocast=precision.autocast),
             Choice(self.mode, device),
             MemberLogs(members.metrics(), device),
             Splitter(module),

@@ -513,6 +513,27 @@ def test_steps_computed_at_once_and_one_by_one(
     assert re.search(reason, "".join(said))
 
 
+class Rounded(Classifier):
+    """In float32, of which mixed precision makes bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0].float()), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def test_mixed_precision(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        strategy, _, _ = ensemble(seed, Rounded, precision="bf16-mixed")
+    assert "one by one" not in caplog.text
+    assert difference(strategy, states_alone(seed, 3, Rounded, precision="bf16-mixed")) <= 0.05
+
+
 class Scaling(Classifier):
     """Changes every batch in place."""
 

@@ -34,17 +34,22 @@ class Together:
     Args:
         members: The members.
         allows_randomness: Whether steps that draw random numbers may be computed together.
+        autocast: Type of device and dtype of the mixed precision of the forward; None if there is none.
 
     Attributes:
         reason: The reason why steps are computed one by one; empty while they are not.
         has_batched: True if the last step was computed for all members together.
     """
 
-    def __init__(self, members: StackedMembers, *, allows_randomness: bool) -> None:
+    def __init__(
+        self, members: StackedMembers, *, allows_randomness: bool, autocast: tuple[str, torch.dtype] | None
+    ) -> None:
         self._members = members
         self._batched = BatchedStep(members)
         self._allows_randomness = allows_randomness
         self._randomness = "error"
+        dtypes = {parameter.stacked.dtype for parameter in members.parameters}
+        self._tolerance = tolerance_of(dtypes if autocast is None else {*dtypes, autocast[1]})
         self._is_compared = False
         self.has_batched = False
         self.reason = ""
@@ -122,7 +127,7 @@ class Together:
 
     def _difference(self, results: list[StepResult], buffers: list[Tensor], computed: list[StepResult]) -> str:
         """Return what differs in a batched step from members one by one; empty if nothing does."""
-        tolerance = tolerance_of(parameter.dtype for parameter in self._batched.parameters)
+        tolerance = self._tolerance
         if any(gap_of(*pair, tolerance) for pair in zip(buffers, self._batched.buffers, strict=True)):
             return "its buffers differ from those of members one by one"
         for result, batched in zip(results, computed, strict=True):
