@@ -405,6 +405,24 @@ class CountsBeside(Noisy):
         self.mean = Counting()
 
 
-def test_counts_beside_states_are_refused() -> None:
-    with pytest.raises(StepError, match="keeps 'seen' beside its states"):
-        run(CountsBeside, 1)
+class CreatedInStep(Noisy):
+    """Logs a metric that its first step creates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = MeanMetric()
+        self.late.update(batch_idx)
+        self.log("late", self.late)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "devices", "message"),
+    [
+        (CountsBeside, 1, "keeps 'seen' beside its states"),
+        (CreatedInStep, 2, "logged as 'late' was created in a step"),
+    ],
+)
+def test_metrics_that_cannot_be_merged_are_refused(module: Any, devices: int, message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        run(module, devices)

@@ -110,13 +110,23 @@ class MetricExchange:
     # Logged metrics
 
     def named(self, logged: Iterable[Any]) -> list[Any]:
-        """Return logged values with names in the place of metrics, which other processes can find."""
+        """Return logged values with names in the place of metrics, which other processes can find.
+
+        Raises:
+            StepError: If a metric was created in a step.
+        """
         return [entry._replace(value=self._named(entry)) for entry in logged]
 
     def _named(self, logged: Any) -> Any:
         if not isinstance(logged.value, Metric):
             return logged.value
-        return _MetricName(self._names[id(self._modules.original(logged.value))])
+        name = self._names.get(id(self._modules.original(logged.value)))
+        if name is None:
+            raise StepError(
+                f"The metric logged as {logged.name!r} was created in a step, so the states of the parts cannot be put"
+                " together. Create it in the constructor or in `setup`."
+            )
+        return _MetricName(name)
 
     def found(self, logged: Iterable[Any]) -> list[Any]:
         """Return logged values with metrics in the place of names."""
