@@ -119,20 +119,26 @@ def predict_memory(
 
 def _traced(content: bytes, timeout: float, part: Callable[[nn.Module], PlannedPart] | None = None) -> MemoryPrediction:
     """Return the prediction of whole samples, or of a part of each."""
+    prediction: MemoryPrediction = call_bounded(trace_packed, content, part, timeout=timeout, explain=reason_of)
+    # A partial function, since a prediction can be pickled.
+    return replace(prediction, trace=partial(_trace_another, content, timeout, part))
 
-    def trace(samples: int | None = None) -> MemoryPrediction:
+
+def _trace_another(
+    content: bytes, timeout: float, part: Callable[[nn.Module], PlannedPart] | None, samples: int
+) -> RecordedStep:
+    """Return the step with another number of samples.
+
+    Raises:
+        ConfigurationError: If it cannot be traced.
+    """
+    try:
         prediction: MemoryPrediction = call_bounded(
             trace_packed, content, part, samples, timeout=timeout, explain=reason_of
         )
-        return prediction
-
-    def trace_another(samples: int) -> RecordedStep:
-        try:
-            return trace(samples).steps[samples]
-        except CallError as error:
-            raise ConfigurationError(f"a step with {samples} samples cannot be traced: {error}") from error
-
-    return replace(trace(), trace=trace_another)
+    except CallError as error:
+        raise ConfigurationError(f"a step with {samples} samples cannot be traced: {error}") from error
+    return prediction.steps[samples]
 
 
 def _of_part(content: bytes, timeout: float, part: Callable[[nn.Module], PlannedPart]) -> MemoryPrediction:

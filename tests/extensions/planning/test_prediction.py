@@ -1,5 +1,6 @@
 """`predict_memory`, in processes of their own."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def test_a_module_and_a_loader() -> None:
     assert prediction.batch_size == 8
     assert prediction.method == "traced"
     assert prediction.facts.optimizer_state == 0
-    assert prediction.peak().nbytes == prediction.peak(8).nbytes < prediction.peak(9).nbytes
+    sent = pickle.loads(pickle.dumps(prediction))
+    assert prediction.peak().nbytes == prediction.peak(8).nbytes < prediction.peak(9).nbytes == sent.peak(9).nbytes
     assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
 
 
