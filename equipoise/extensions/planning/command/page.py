@@ -42,7 +42,7 @@ def _picture(plan: Mapping[str, Any]) -> Markup:
     """Draw a line for each strategy, and one for the limit of each kind of device."""
     curves = plan["curves"]
     if not curves:
-        return section("Memory", hint("No strategy is predicted."))
+        return section("Memory", hint("No strategy is predicted with several batch sizes."))
     # 1. The strategies, one of which stands out by its name.
     lines = []
     recommended_name = plan["recommendation"]["strategy"]

@@ -4,6 +4,7 @@ The data are real, and the first batch is read. The module is built and traced w
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from equipoise.app.build import build
+from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.command.alternatives import alternatives_to
 from equipoise.extensions.planning.command.configured_step import batches_of, predict_configured, settings_of
@@ -141,8 +143,11 @@ def _curves(plans: Sequence[StrategyPlan], batch_size: int) -> dict[str, dict[in
     # 2. The peaks.
     curves = {}
     for plan in plans:
-        if plan.peaks is not None:
-            fullest = partial(plan.peaks.fullest, traces=False)
+        if plan.peaks is None:
+            continue
+        fullest = partial(plan.peaks.fullest, traces=False)
+        # A step that runs at one size alone gives no line.
+        with suppress(ConfigurationError):
             curves[plan.strategy] = {size: fullest(size).peak.nbytes for size in sizes}
     return curves
 

@@ -55,6 +55,6 @@ def test_a_line_for_each_strategy_and_limit() -> None:
 def test_nothing_is_predicted() -> None:
     nothing = {"strategy": None, "reason": "no strategy fits", "overrides": []}
     page = plan_page(PLAN | {"curves": {}, "recommendation": nothing})
-    assert "No strategy is predicted." in page
+    assert "No strategy is predicted with several batch sizes." in page
     assert "data-label" not in page
     assert "<code>" not in page

@@ -18,7 +18,9 @@ FILES = {
         defaults: [equipoise, _self_, module: net, data: rows]
         trainer: {accelerator: cpu, max_epochs: 1}
         """,
-    "conf/module/net.yaml": "{_target_: net.module.Net, width: 64, writes: null, reads: false, frozen: false}",
+    "conf/module/net.yaml": """
+        {_target_: net.module.Net, width: 64, writes: null, reads: false, frozen: false, rows: null}
+        """,
     "conf/data/rows.yaml": "{_target_: net.module.Rows, batch_size: 64}",
     "net/__init__.py": "",
     "net/module.py": """
@@ -28,19 +30,22 @@ FILES = {
         from torch.utils.data import DataLoader
 
         class Net(LightningModule):
-            def __init__(self, *, width, writes, reads, frozen):
+            def __init__(self, *, width, writes, reads, frozen, rows):
                 super().__init__()
                 self.first = nn.Linear(64, width)
                 self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)])
                 self.blocks.requires_grad_(not frozen)
                 self.writes = writes
                 self.reads = reads
+                self.rows = rows
 
             def training_step(self, batch, batch_idx):
                 if self.writes:
                     open(self.writes, "w")
                 if self.reads and batch.numpy().max() > 9:
                     raise ValueError("not reached")
+                if self.rows:
+                    batch = batch.view(self.rows, 64)
                 loss = self.blocks(self.first(batch)).square().mean()
                 self.log("loss", loss)
                 return loss
@@ -171,6 +176,18 @@ def test_a_step_that_cannot_be_traced_runs(net: Path, equipoise: Any) -> None:
     traced = json.loads(equipoise("plan", "--json", "trainer.devices=24GiB")[1])
     peaks = [result["strategies"][0]["devices"][0]["peak"]["nbytes"] for result in (plan, traced)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.001)
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_a_step_of_one_batch_size(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "--json", "--html=plan.html", "module.rows=64", "trainer.devices=2x24GiB")
+    assert code == 0, err
+    plan = json.loads(out)
+    entries = {entry["strategy"]: entry for entry in plan["strategies"]}
+    assert [entries[name]["largest_batch"] for name in ("ddp", "dp")] == [64, 0]
+    assert "a step with 32 samples fails" in entries["dp"]["reason"]
+    assert plan["curves"] == {}
+    assert "No strategy is predicted with several batch sizes." in (net / "plan.html").read_text()
 
 
 @pytest.mark.usefixtures("without_processes")
