@@ -201,11 +201,14 @@ class ShardedSteps:
 
     def _graph_of_stand_in(self, step: TrainingStep) -> Tensor:
         """Return the loss of the stand-in; nothing else remains of that computation."""
-        result = self._apart(partial(self._sequences.compute, step, self._stand_in), step.capture_logs)
+        result = NO_RESULT
+        # The first batches of this process may all be without a loss.
+        if self._stand_in is not NO_BATCH:
+            result = self._apart(partial(self._sequences.compute, step, self._stand_in), step.capture_logs)
         if result.loss is None:
             raise StepError(
-                "This process has nothing to learn from in this step, and `training_step` returns None for an earlier"
-                " batch as well. Under strategy='fsdp' each process runs the backward of the network, as all of them"
+                "This process has nothing to learn from in this step, and `training_step` returns a loss for no earlier"
+                " batch either. Under strategy='fsdp' each process runs the backward of the network, as all of them"
                 " exchange its gradients. Return the loss multiplied by 0 instead of None."
             )
         loss: Tensor = result.loss

@@ -100,6 +100,13 @@ class NoneEverywhere(Net):
         return None if batch_idx == 1 else loss
 
 
+class NoneWithoutLossBefore(Net):
+    """Returns None for its first batch without computing anything, so that nothing can stand in for it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx else None
+
+
 # Different calls
 
 
@@ -165,6 +172,7 @@ def run_often() -> dict[str, Any]:
     for kind in MISTAKES:
         results[kind.__name__] = error_of(kind)
     results["early optimizer"] = error_of(EarlyOptimizer)
+    results["no loss before"] = error_of(NoneWithoutLossBefore)
     return results
 
 
@@ -383,6 +391,13 @@ def test_an_overflow_in_one_shard_skips_the_step_everywhere(rarely: dict[str, An
 def test_mistakes_are_named(kind: Any, parts: list[str], often: dict[str, Any]) -> None:
     error = often[kind.__name__]
     assert all(part in error for part in parts), error
+
+
+def test_a_step_without_loss_that_nothing_can_stand_in_for_is_refused(often: dict[str, Any]) -> None:
+    error = often["no loss before"]
+    assert error.startswith("StepError")
+    assert "`training_step` returns a loss for no earlier batch either" in error
+    assert "Return the loss multiplied by 0 instead of None." in error
 
 
 def test_an_optimizer_that_would_train_nothing_is_refused(often: dict[str, Any]) -> None:
