@@ -47,7 +47,7 @@ _WITH_A_PATH = (
     ("builtins", "__import__"),
     ("runpy", "run_path"),
     ("lightning.fabric.utilities.cloud_io", "get_filesystem"),
-    ("equipoise.safe_loading.stand_in", "stand_ins_in"),
+    ("equipoise.safe_loading.stand_in_search", "stand_ins_in"),
     ("torch._utils", "_rebuild_qtensor"),
 )
 

@@ -4,30 +4,43 @@ A stand-in keeps the name of the class and nothing else. It can be kept, copied 
 error that says how to get the object itself.
 """
 
-import collections
-from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
-
-import numpy
+from typing import Any, NoReturn
 
 from equipoise.errors import CheckpointError
 
-__all__ = ["StandIn", "class_in_place_of", "stand_ins_in"]
-
-# A file may nest its objects as deeply, and in as many places, as it likes.
-_MOST_STAND_INS = 1000
-_MOST_KEYS = 20
-_LONGEST_KEY = 200
+__all__ = ["StandIn", "class_in_place_of"]
 
 # Operators that Python looks up on the class, so `__getattr__` does not see them.
-_CONVERSIONS = ("abs", "bool", "bytes", "complex", "float", "index", "int", "invert", "neg", "pos")
+_CONVERSIONS = ("abs", "bool", "bytes", "complex", "float", "index", "int", "invert", "neg", "pos", "round", "trunc")
 _COMPARISONS = ("ge", "gt", "le", "lt")
-_CONTAINER = ("call", "contains", "delitem", "enter", "exit", "getitem", "iter", "len", "next", "setitem")
-_ARITHMETIC = ("add", "and", "divmod", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub")
-_REFLECTED = ("radd", "rmatmul", "rmul", "rsub", "rtruediv", "truediv", "xor")
-_OPERATORS = (*_CONVERSIONS, *_COMPARISONS, *_CONTAINER, *_ARITHMETIC, *_REFLECTED)
+_CONTAINER = ("contains", "delitem", "getitem", "iter", "len", "next", "setitem")
+_BINARY = (
+    *("add", "and", "divmod", "floordiv", "lshift", "matmul", "mod"),
+    *("mul", "or", "pow", "rshift", "sub", "truediv", "xor"),
+)
+# With the stand-in on the right.
+_REFLECTED = tuple(f"r{name}" for name in _BINARY)
+# `s()`, `with s`, and `isinstance` and `issubclass` with a stand-in as the class.
+_OTHER = ("call", "enter", "exit", "instancecheck", "subclasscheck")
+_OPERATORS = (*_CONVERSIONS, *_COMPARISONS, *_CONTAINER, *_BINARY, *_REFLECTED, *_OTHER)
 
 
+def _refusing_operators(cls: type["StandIn"]) -> type["StandIn"]:
+    """Give a class all operators above, each of which raises an error."""
+    for name in _OPERATORS:
+        method = f"__{name}__"
+        setattr(cls, method, _refusing(method))
+    return cls
+
+
+def _refusing(method: str) -> Any:
+    def operator(self: "StandIn", *args: Any, **options: Any) -> NoReturn:
+        _refuse(self, f"it is used by `{method}`")
+
+    return operator
+
+
+@_refusing_operators
 class StandIn:
     """Takes the place of a class, a function or an object that was not created.
 
@@ -71,6 +84,9 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse(self, f"its attribute `{name}` is set")
 
+    def __delattr__(self, name: str) -> None:
+        _refuse(self, f"its attribute `{name}` is deleted")
+
 
 def class_in_place_of(value: StandIn) -> str:
     """Return the full name of the class that a stand-in replaces, such as "torch.nn.modules.loss.L1Loss"."""
@@ -84,113 +100,3 @@ def _refuse(value: StandIn, use: str) -> NoReturn:
         f" {use}. If you trust the file, pass weights_only=False where you pass ckpt_path; or allow this class by"
         " `torch.serialization.add_safe_globals([...])`."
     )
-
-
-def _refusing_operator(name: str) -> Any:
-    def operator(self: StandIn, *args: Any, **options: Any) -> NoReturn:
-        _refuse(self, f"it is used by `{name}`")
-
-    return operator
-
-
-for _operator in _OPERATORS:
-    _method = f"__{_operator}__"
-    setattr(StandIn, _method, _refusing_operator(_method))
-
-
-def stand_ins_in(value: Any, path: str = "") -> dict[str, str]:
-    """Return the places of stand-ins in nested containers, with the names of their classes.
-
-    Args:
-        value: Dictionaries, lists, tuples, sets and arrays of objects; other objects are not searched.
-        path: The place of `value` itself, a prefix of the result's keys. Default: empty.
-
-    Example:
-        >>> stand_ins_in({"mine": [1, StandIn("torch.nn", "ReLU")]})
-        {"['mine'][1]": 'torch.nn.ReLU'}
-    """
-    if isinstance(value, StandIn):
-        return {path: class_in_place_of(value)}
-    class_names: dict[str, str] = {}
-    # A container may hold itself, or one container many times.
-    visited = {id(value)}
-    top = _Container(value, None, None)
-    pending = collections.deque([top])
-    while pending:
-        container = pending.popleft()
-        for key, child in _items_of(container.value):
-            if isinstance(child, StandIn):
-                class_names[path + _place_in(container, key)] = class_in_place_of(child)
-                if len(class_names) == _MOST_STAND_INS:
-                    return class_names
-            elif _is_container(child) and id(child) not in visited:
-                visited.add(id(child))
-                pending.append(_Container(child, container, key))
-    return class_names
-
-
-class _Container(NamedTuple):
-    """A container that is searched.
-
-    Attributes:
-        value: The container itself.
-        parent: The container that holds it; None: the search began with it.
-        key: Its key or index in the parent.
-    """
-
-    value: Any
-    parent: "_Container | None"
-    key: Any
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        return True
-    return _is_array_of_objects(value)
-
-
-def _is_array_of_objects(value: Any) -> bool:
-    return isinstance(value, numpy.ndarray) and value.dtype.kind == "O"
-
-
-def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the items of a container with their keys or indices; none for another object."""
-    if isinstance(value, dict):
-        return value.items()
-    if _is_array_of_objects(value):
-        return enumerate(value.flat)
-    if _is_container(value):
-        return enumerate(value)
-    return ()
-
-
-def _place_in(container: _Container, key: Any) -> str:
-    """Return the keys that lead to an item; the first of very many are left out."""
-    # 1. The keys from the item to the top.
-    keys = [key]
-    above = container
-    while above.parent is not None:
-        if len(keys) == _MOST_KEYS:
-            keys.append(...)
-            break
-        keys.append(above.key)
-        above = above.parent
-
-    # 2. The same from the top to the item.
-    keys.reverse()
-    return "".join(f"[{_format_key(item)}]" for item in keys)
-
-
-def _format_key(key: Any) -> str:
-    """Return a key as a program writes it, if that is short for certain."""
-    if key is None or key is ...:
-        return repr(key)
-    if isinstance(key, float):
-        return repr(key)
-    if isinstance(key, str | bytes):
-        if len(key) > _LONGEST_KEY:
-            return f"{key[:_LONGEST_KEY]!r}..."
-        return repr(key)
-    if isinstance(key, int) and key.bit_length() < 64:
-        return repr(key)
-    return f"a {type(key).__name__}"

@@ -77,7 +77,7 @@ def warn_of_objects_read(checkpoint: dict[str, Any], *, fitting: bool) -> None:
         checkpoint: The content of the file.
         fitting: Whether a training resumes from it; other runs use fewer of its entries.
     """
-    from equipoise.safe_loading.stand_in import stand_ins_in
+    from equipoise.safe_loading.stand_in_search import stand_ins_in
 
     unused = _HYPERPARAMETERS
     if not fitting:
@@ -140,7 +140,7 @@ def _objects_in(checkpoint: dict[str, Any]) -> dict[str, str]:
         return {}
 
     # 2. Read it as the safe reader does, with None in place of each tensor.
-    from equipoise.safe_loading.stand_in import stand_ins_in
+    from equipoise.safe_loading.stand_in_search import stand_ins_in
     from equipoise.safe_loading.unpickler import load_pickle
 
     file.seek(0)
