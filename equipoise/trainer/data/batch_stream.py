@@ -45,8 +45,8 @@ class BatchStream:
         ahead: The batch that was read ahead.
         counts: The number of samples of each batch, where the loader tells it.
         indices: Indices of the samples in each batch of the present pass that was drawn; see `record_indices`.
-        whole: Number of first batches that each process has. In later steps a process may be without one. Infinite if
-            no process has been without a batch so far.
+        even_steps: Number of first steps for which each process is known to have a batch. In later ones a process may
+            be without one. Infinite if no process has been without a batch so far.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BatchStream:
             self.length = int(extent.num_batches)
         self.ahead: Any = NOTHING
         self.indices: list[list[int]] = []
-        self.whole = math.inf
+        self.even_steps = math.inf
         self.counts = SampleCounts()
         self._iterator: Iterator[Any] | None = None
 
@@ -231,8 +231,8 @@ class BatchStream:
 
             lengths = exchange_number(here)
             everywhere = max(lengths)
-            # Where processes share samples, the last batch of the shortest pass may lack some.
-            self.whole = min(lengths) - 1
+            # Where processes share the samples of a step, the last step may have too few for all of them.
+            self.even_steps = min(lengths) - 1
         self.length = everywhere
         if self.extent.certainty is Certainty.ONCE_DRAWN:
             self._end(everywhere)
@@ -313,7 +313,7 @@ class BatchStream:
             if not any(have_batch):
                 return
             if not all(have_batch):
-                self.whole = min(self.whole, index)
+                self.even_steps = min(self.even_steps, index)
             yield batch
             del batch
 

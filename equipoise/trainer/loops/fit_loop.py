@@ -390,7 +390,7 @@ class FitLoop:
         # 1. Note where a limit has cut the epoch short.
         if not self.fit.batches_done():
             self.fit.left = self.position.at_left_epoch()
-        all_have_trained = self.fit.data.open_stream.whole > 0
+        all_have_trained = self.fit.data.open_stream.even_steps > 0
         self.fit.data.stream = None
         self.logs.end_batches()
         epoch.process()

@@ -140,11 +140,14 @@ class TrainingEpoch:
 
         def skips(batch: Any, index: int, has_batch: bool) -> bool:
             skipped = hook is not None and has_batch and hook(batch, index) == -1
-            if index < stream.whole:
+            if index < stream.even_steps:
                 return skipped
             # A process without a batch calls no hook, so it learns from the others that the epoch ends.
             skipped = is_true_in_any(skipped, processes)
             fit.mark_uneven(not skipped)
+            # Where the first step is the only one, buffers are compared if all processes have trained in it.
+            if index == 0 and not is_true_in_any(not has_batch, processes):
+                stream.even_steps = 1
             return skipped
 
         return skips

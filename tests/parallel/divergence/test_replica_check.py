@@ -81,13 +81,19 @@ def test_a_checkpoint_is_not_written_of_replicas_that_differ(tmp_path: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [(DDPStrategy(engine="native"), 2), (FSDPStrategy(), 2)],
-    ids=["ddp", "fsdp"],
+    ("strategy", "options"),
+    [(DDPStrategy(engine="native"), {}), (FSDPStrategy(), {}), ("ddp", {"limit_train_batches": 1})],
+    ids=["ddp", "fsdp", "one batch in an epoch"],
 )
-def test_a_buffer_that_one_process_has_changed(strategy: Any, devices: int) -> None:
+def test_a_buffer_that_one_process_has_changed(strategy: Any, options: dict[str, Any]) -> None:
     with pytest.raises(StepError, match="the buffer scale is not the same in rank 1 as in rank 0"):
-        fit(strategy, of_rank(1, lambda module: module.scale.mul_(2)), devices)
+        fit(strategy, of_rank(1, lambda module: module.scale.mul_(2)), **options)
+
+
+def test_a_buffer_that_changes_with_a_batch_which_one_process_lacks() -> None:
+    module = Watched(lambda module: module.scale.mul_(2))
+    module.norm = nn.Identity()
+    trainer(strategy="ddp", devices=2, max_epochs=2).fit(module, loader(1, 1))
 
 
 def test_shards_of_two_replicas() -> None:
