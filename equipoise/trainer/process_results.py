@@ -19,7 +19,7 @@ from equipoise.errors import WorkerError
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import STRUCTURE
 from equipoise.parallel.communication.tensor_copies import give_memory
-from equipoise.parallel.payload.shared_payload import can_be_packed
+from equipoise.parallel.payload.object_pickling import can_be_packed
 from equipoise.parallel.snapshot import random_state
 from equipoise.trainer.logging.entry import on_cpu
 from equipoise.trainer.runtime.request import Request

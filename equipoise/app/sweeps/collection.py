@@ -17,7 +17,7 @@ from equipoise.app.sweeps.objective import objectives_of
 from equipoise.app.sweeps.progress import reporting_to
 from equipoise.app.sweeps.results import JobResult, SweepResults
 from equipoise.app.sweeps.tables import print_closing_table
-from equipoise.parallel.payload.shared_payload import pickle_error
+from equipoise.parallel.payload.object_bytes import pickle_error
 
 __all__ = ["collected_results", "current_results", "noted_job", "results_of_other_launchers"]
 

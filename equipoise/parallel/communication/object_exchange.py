@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equipoise.parallel.communication.process_group import host_group
-from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.parallel.payload.object_bytes import dumps, loads
 
 __all__ = ["broadcast_object", "exchange_number", "gather_objects"]
 

@@ -17,25 +17,11 @@ from multiprocessing import reduction
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.payload.authentication import opened, sealed
-from equipoise.parallel.payload.object_pickling import DEFINITIONS, Pickler, Unpickler, can_be_packed, define
-from equipoise.parallel.payload.unpicklable_parts import explain, find_unpicklable
+from equipoise.parallel.payload.object_pickling import Pickler, Unpickler
+from equipoise.parallel.payload.unpicklable_parts import explain
 
-__all__ = [
-    "DEFINITIONS",
-    "PayloadLayout",
-    "SharedPayload",
-    "can_be_packed",
-    "define",
-    "dumps",
-    "find_unpicklable",
-    "loads",
-    "pickle_error",
-]
-
+__all__ = ["PayloadLayout", "SharedPayload"]
 
 # Bytes between starts of buffers; no dtype needs more.
 _ALIGNMENT = 64
@@ -89,9 +75,9 @@ class SharedPayload:
             Pickler(main, buffers, shared_objects).dump(value)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError) as error:
             raise ConfigurationError(explain(value, error)) from error
-        contents = [main.getbuffer()]
-        for buffer in buffers:
-            contents.append(buffer.raw())
+        return self._write_parts([main.getbuffer(), *(buffer.raw() for buffer in buffers)])
+
+    def _write_parts(self, contents: list[memoryview]) -> PayloadLayout:
         parts = []
         offset = 0
         for content in contents:
@@ -152,47 +138,3 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
     end = _aligned(offset)
     if end > offset:
         os.pwrite(descriptor, b"\0" * (end - offset), offset)
-
-
-def dumps(value: Any, shared_objects: Sequence[Any] = ()) -> bytes:
-    """Return an object and its tensors as bytes, for other processes of this run.
-
-    Torch's own pickling cannot read all dtypes back.
-
-    Args:
-        value: The object.
-        shared_objects: Objects that the reader has as well; the reader's objects replace them.
-    """
-    file = io.BytesIO()
-    Pickler(file, None, shared_objects).dump(value)
-    return sealed(file.getvalue())
-
-
-def pickle_error(error: BaseException) -> bytes | None:
-    """Pickle an error without its traceback and causes, which a report holds as text.
-
-    Returns:
-        The bytes; None if the error cannot be pickled and unpickled.
-    """
-    bare_error = error.with_traceback(None)
-    bare_error.__cause__ = None
-    bare_error.__context__ = None
-    try:
-        pickled: bytes = cloudpickle.dumps(bare_error)
-        cloudpickle.loads(pickled)
-    except Exception:
-        return None
-    return pickled
-
-
-def loads(content: bytes, shared_objects: Sequence[Any] = ()) -> Any:
-    """Return the object of bytes that `dumps` returned.
-
-    Args:
-        content: The bytes.
-        shared_objects: Objects of the reader that replace those of the writer, in the writer's order.
-
-    Raises:
-        WorkerError: If a process outside of this run has written the bytes.
-    """
-    return Unpickler(io.BytesIO(opened(content)), shared_objects, None).load()

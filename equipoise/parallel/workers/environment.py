@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from equipoise.parallel.payload.shared_payload import can_be_packed
+from equipoise.parallel.payload.object_pickling import can_be_packed
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.random_state import RandomState
 from equipoise.parallel.workers import torch_modes

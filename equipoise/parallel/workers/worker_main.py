@@ -21,7 +21,8 @@ import torch
 
 from equipoise.errors import ConfigurationError, WorkerError
 from equipoise.parallel.payload.authentication import use_key
-from equipoise.parallel.payload.shared_payload import DEFINITIONS, PayloadLayout, SharedPayload, define
+from equipoise.parallel.payload.object_pickling import DEFINITIONS, define
+from equipoise.parallel.payload.shared_payload import PayloadLayout, SharedPayload
 from equipoise.parallel.workers.environment import ProcessEnvironment
 from equipoise.parallel.workers.main_script import MainScript, main_script
 from equipoise.parallel.workers.messages import log_forwarding

@@ -12,7 +12,7 @@ from equipoise import ConfigurationError, WorkerError
 from equipoise.parallel.communication.object_exchange import broadcast_object, gather_objects
 from equipoise.parallel.payload import authentication
 from equipoise.parallel.payload.authentication import SECRET
-from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.parallel.payload.object_bytes import dumps, loads
 from tests.parallel.communication.test_process_group import in_group
 
 

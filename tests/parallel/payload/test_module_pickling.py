@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.parallel.payload.object_bytes import dumps, loads
 from equipoise.parallel.workers.launch import launch
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from equipoise.errors import ConfigurationError
-from equipoise.parallel.payload.shared_payload import SharedPayload, can_be_packed, dumps, find_unpicklable, loads
+from equipoise.parallel.payload.object_pickling import can_be_packed
+from equipoise.parallel.payload.shared_payload import SharedPayload
+from equipoise.parallel.payload.unpicklable_parts import find_unpicklable
 
 
 @pytest.fixture
@@ -123,12 +125,3 @@ def test_a_closure_names_its_variable(package: SharedPayload) -> None:
     stream = iter(x for x in "")
     with pytest.raises(ConfigurationError, match="generator"):
         package.pack(Holds(hook=lambda: stream))
-
-
-def test_bytes() -> None:
-    """Of dtypes, too, that torch's own messages between processes cannot carry."""
-    value = {"key": torch.tensor([1, 2], dtype=torch.uint32), "array": np.ones(2), "call": lambda: 3}
-    read = loads(dumps(value))
-    assert torch.equal(read["key"], value["key"])
-    assert read["array"].tolist() == [1, 1]
-    assert read["call"]() == 3

@@ -34,7 +34,7 @@ from equipoise.extensions.pipeline.messaging.tensor_memory import (
     split_body,
     tensor_of,
 )
-from equipoise.parallel.payload.shared_payload import dumps, loads, pickle_error
+from equipoise.parallel.payload.object_bytes import dumps, loads, pickle_error
 from equipoise.tree import extract_tensors, insert_tensors
 
 __all__ = ["Messenger", "StageError", "Way", "as_late"]

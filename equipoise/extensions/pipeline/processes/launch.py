@@ -21,7 +21,7 @@ from equipoise.parallel.communication.connected_processes import ConnectedProces
 from equipoise.parallel.communication.membership import check_alone, check_count, place_of_worker
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another
 from equipoise.parallel.communication.rank import Rank, find_rank
-from equipoise.parallel.payload.shared_payload import dumps, loads
+from equipoise.parallel.payload.object_bytes import dumps, loads
 from equipoise.parallel.workers.availability import require_workers
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.preloading import preload

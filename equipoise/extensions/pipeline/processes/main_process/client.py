@@ -20,7 +20,7 @@ from equipoise.extensions.pipeline.processes.main_process.step_seeds import Step
 from equipoise.extensions.pipeline.processes.main_process.tensor_placement import TensorPlacement
 from equipoise.extensions.pipeline.processes.main_process.tensor_transfer import TensorTransfer
 from equipoise.extensions.pipeline.processes.main_process.worker_commands import WorkerCommands
-from equipoise.parallel.payload.shared_payload import dumps
+from equipoise.parallel.payload.object_bytes import dumps
 
 __all__ = ["StageClient"]
 

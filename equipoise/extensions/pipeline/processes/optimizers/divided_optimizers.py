@@ -14,7 +14,7 @@ from equipoise.extensions.pipeline.processes.optimizers.process_gradients import
 from equipoise.interop.torch.optimizers import steps_as_torch
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
-from equipoise.parallel.payload.shared_payload import dumps
+from equipoise.parallel.payload.object_bytes import dumps
 
 __all__ = ["DividedOptimizers"]
 

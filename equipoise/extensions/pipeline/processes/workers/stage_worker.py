@@ -39,7 +39,7 @@ from equipoise.extensions.pipeline.processes.workers.worker_optimizers import Wo
 from equipoise.extensions.pipeline.schedule.schedule import splits
 from equipoise.interop.torch.modules import buffers_of
 from equipoise.parallel.communication.tensor_copies import copy_from_first
-from equipoise.parallel.payload.shared_payload import loads
+from equipoise.parallel.payload.object_bytes import loads
 
 __all__ = ["StageWorker"]
 

@@ -11,7 +11,7 @@ from equipoise.extensions.pipeline.processes.optimizers.local_gradients import N
 from equipoise.extensions.pipeline.processes.workers.tensor_store import TensorStore
 from equipoise.parallel.optimizer_parameters import optimizer_parameters
 from equipoise.parallel.optimizers.combined_optimizer import CombinedOptimizer
-from equipoise.parallel.payload.shared_payload import loads
+from equipoise.parallel.payload.object_bytes import loads
 
 __all__ = ["WorkerOptimizers"]
 

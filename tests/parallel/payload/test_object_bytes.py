@@ -1,0 +1,36 @@
+"""Objects and errors as bytes: all dtypes, errors that stay as they are, errors that cannot travel."""
+
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.parallel.payload.object_bytes import dumps, loads, pickle_error
+
+
+def test_bytes() -> None:
+    """Of dtypes, too, that torch's own messages between processes cannot carry."""
+    value = {"key": torch.tensor([1, 2], dtype=torch.uint32), "array": np.ones(2), "call": lambda: 3}
+    read = loads(dumps(value))
+    assert torch.equal(read["key"], value["key"])
+    assert read["array"].tolist() == [1, 1]
+    assert read["call"]() == 3
+
+
+def test_an_error_travels_without_its_cause_and_keeps_it_here() -> None:
+    with pytest.raises(ValueError, match="no number") as caught:
+        raise ValueError("no number") from KeyError(threading.Lock())
+    error = caught.value
+    content = pickle_error(error)
+    assert content is not None
+    read = pickle.loads(content)
+    assert (type(read), read.args) == (ValueError, ("no number",))
+    assert (read.__cause__, read.__context__, read.__traceback__) == (None, None, None)
+    assert isinstance(error.__cause__, KeyError)
+    assert error.__traceback__ is not None
+
+
+def test_an_error_that_cannot_travel() -> None:
+    assert pickle_error(ValueError(threading.Lock())) is None
