@@ -223,7 +223,7 @@ class FitLoop:
         if strategy.replicated_tensors() == Replicated():
             return
         self.replica_check = ReplicaCheck(strategy.replicated_tensors, strategy.processes, self.global_step)
-        self.fit.await_step(True)
+        self.fit.awaits_step = True
 
     def _load_validation_data(self) -> None:
         """Request the validation loaders before the first validation, so that a progress bar knows their length."""
@@ -369,13 +369,13 @@ class FitLoop:
             self.schedulers,
             self._schedule(),
             validate=self._validate if self.validates_in_epoch else None,
-            note_replicas=self._note_replicas,
+            compare_replicas=self._compare_replicas,
         )
 
     def _schedule(self) -> ValidationSchedule:
         return ValidationSchedule(self.state, self.strategy, self.fit, self.stopping)
 
-    def _note_replicas(self) -> None:
+    def _compare_replicas(self) -> None:
         """Compare replicas after the first step, or leave it to the next comparison where the step would wait."""
         assert self.replica_check is not None
         self.replica_check.note(self.global_step)
@@ -529,13 +529,13 @@ class FitLoop:
         """Do what follows the last batch, and return whether the epoch ends with it."""
         batch = self.fit.progress.batch.current
         index = batch.ready - 1
-        ends = self.fit.batches_done()
-        last = ends or (index + 1) % self.state.accumulate_grad_batches == 0
+        ends_epoch = self.fit.batches_done()
+        ends_window = ends_epoch or (index + 1) % self.state.accumulate_grad_batches == 0
         # 1. The checkpoint was written after the batch.
         if resumption.batch_unfinished:
             resumption.cut_hook.finish_batch(index)
             batch.set(index + 1)
-            return self._after_batch()(index, last, ends)
+            return self._after_batch()(index, ends_window, ends_epoch)
         if not resumption.in_validation:
             return False
         # 2. It was written in a validation, which ends now or begins anew.
@@ -546,4 +546,4 @@ class FitLoop:
                 self.position.load_after_validation(resumption.position)
             else:
                 self.position.load_before_validation(resumption.position)
-        return self._after_batch()(index, last, ends, write=False, validate=not has_validated)
+        return self._after_batch()(index, ends_window, ends_epoch, write=False, validate=not has_validated)

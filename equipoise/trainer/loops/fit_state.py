@@ -47,7 +47,6 @@ class FitState(SentState):
             not.
         is_uneven: True during a step for which some processes may have no batch.
         awaits_step: True until replicas are compared after the first optimiser step of a run.
-        meets: True if the processes exchange something at the end of the present batch, for one of these two reasons.
     """
 
     progress: FitProgress = field(metadata=RESULT)
@@ -76,7 +75,6 @@ class FitState(SentState):
     hook_state: HookState | None = field(default=None, metadata=LOCAL)
     unplaced: UnplacedHyperparameters | None = field(default=None, metadata=LOCAL)
     awaits_step: bool = False
-    meets: bool = False
 
     def batches_done(self) -> bool:
         """Return True if the epoch came to its last batch."""
@@ -86,8 +84,8 @@ class FitState(SentState):
     def begin(self) -> None:
         """Begin a training that does not end before its first batch."""
         self.has_ended = False
-        self.await_step(False)
-        self.mark_uneven(False)
+        self.awaits_step = False
+        self.is_uneven = False
 
     def end(self) -> None:
         """Note that `on_train_end` is called."""
@@ -103,16 +101,6 @@ class FitState(SentState):
         self.hook_state = hook_state
         self.unplaced = None
         self.data.forget()
-
-    def mark_uneven(self, is_uneven: bool) -> None:
-        """Note whether a step is in progress for which some processes may have no batch."""
-        self.is_uneven = is_uneven
-        self.meets = is_uneven or self.awaits_step
-
-    def await_step(self, awaits: bool) -> None:
-        """Note whether replicas are to be compared after the next optimiser step."""
-        self.awaits_step = awaits
-        self.meets = awaits or self.is_uneven
 
     def note_wait(self) -> bool:
         """Note that a request to stop waits for `min_epochs` or `min_steps`. Return True the first time."""

@@ -103,15 +103,15 @@ class TrainingEpoch:
                 return
             counts.started = index + 1
             # 2. Compute, and step the optimiser at the end of a window.
-            ends = progress.is_last_batch or index + 1 == data.end
-            last = ends or (index + 1) % window == 0
-            result = run_batch(parts, index, last)
+            ends_epoch = progress.is_last_batch or index + 1 == data.end
+            ends_window = ends_epoch or (index + 1) % window == 0
+            result = run_batch(parts, index, ends_window)
             counts.processed = index + 1
             if watch is not None and has_batch:
-                watch(result, batch, index, last)
+                watch(result, batch, index, ends_window)
             # 3. Step the schedulers.
-            if last and scheduled:
-                self.schedulers.after_batch(ends=ends, skipped=self.optimization.has_skipped)
+            if ends_window and scheduled:
+                self.schedulers.after_batch(ends=ends_epoch, skipped=self.optimization.has_skipped)
             # 4. Let hooks see the outputs. The graph goes before they look at what is alive.
             outputs = read_outputs(result) if read_outputs is not None and has_batch else {}
             del result
@@ -123,7 +123,7 @@ class TrainingEpoch:
             # 5. Logs, validation, reasons to stop.
             logs.end_batch()
             counts.complete()
-            if after_batch(index, last, ends):
+            if after_batch(index, ends_window, ends_epoch):
                 return
         self._end_early(index)
 
@@ -144,7 +144,7 @@ class TrainingEpoch:
                 return skipped
             # A process without a batch calls no hook, so it learns from the others that the epoch ends.
             skipped = is_true_in_any(skipped, processes)
-            fit.mark_uneven(not skipped)
+            fit.is_uneven = not skipped
             # Where the first step is the only one, buffers are compared if all processes have trained in it.
             if index == 0 and not is_true_in_any(not has_batch, processes):
                 stream.even_steps = 1
@@ -175,7 +175,7 @@ class TrainingEpoch:
         else:
             self.schedulers.end_batches()
         # 2. Logs, and validation if it follows the epoch's last batch.
-        self.after_batch(index, is_open, True, write=is_open)
+        self.after_batch(index, is_open, ends_epoch=True, write=is_open)
 
     def _end_without_batch(self, index: int) -> None:
         self.logs.forget_steps()
