@@ -44,11 +44,11 @@ class ManualEngine:
         self._bucket_megabytes = options["bucket_cap_mb"]
         self._watch_parameters()
 
-        # 1. The backward that runs: whether it has reached a parameter; what it has sent of its event, or None; and
+        # 1. The backward that runs: whether it has reached a parameter; its announced event, or None; and
         #    whether gradients are sent while it runs. They are so from the second one on, until another backward runs
         #    within one, or through its gradients.
         self._has_gradients = False
-        self._sent: Any = None
+        self._announced: Any = None
         self._overlaps = False
         self._may_overlap = True
 
@@ -72,7 +72,7 @@ class ManualEngine:
             refuse_missing_batch_by_hand()
         self._meetings.begin_step(step.weight_of(parts[0]))
         result = step(parts[0])
-        self._meetings.meet(Kind.END)
+        self._meetings.wait_for_all(Kind.END)
         return result
 
     def _run_backward(self, call: BackwardCall) -> Any:
@@ -93,28 +93,28 @@ class ManualEngine:
 
         # 1. The backward. It may reach no parameter.
         self._has_gradients = False
-        self._sent = None
+        self._announced = None
         self._overlaps = self._meetings.reference is not None and self._may_overlap
         try:
             call.run()
         except BaseException:
-            if self._sent is not None:
-                self._meetings.break_off()
+            if self._announced is not None:
+                self._meetings.note_failure()
             raise
 
         # 2. The exchange.
         if self._has_gradients and call.creates_graph:
             self._returned.exchange_with_graph(self._parameters)
         elif self._has_gradients:
-            sent = self._sent or self._meetings.send(Kind.BACKWARD)
-            self._meetings.exchange(sent)
+            announced = self._announced or self._meetings.announce(Kind.BACKWARD)
+            self._meetings.exchange_gradients(announced)
         return None
 
     def _begin_exchange(self) -> None:
         """Note that a backward has reached a parameter, and begin the exchange if it overlaps with the backward."""
         self._has_gradients = True
         if self._overlaps and not self._meetings.are_paused:
-            self._sent = self._meetings.send(Kind.BACKWARD)
+            self._announced = self._meetings.announce(Kind.BACKWARD)
             self._reducer.begin(factor=self._meetings.factor)
 
     def _join(self, share: Share) -> None:

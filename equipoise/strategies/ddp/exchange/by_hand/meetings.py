@@ -1,18 +1,25 @@
 """Meetings of the processes in a step by hand, where each tells the others what it is about to do.
 
-Each backward, each step of an optimiser and each end of a `training_step` is an event, of which all processes exchange
-one row of numbers on the host:
+Each backward, each step of an optimiser and each end of a `training_step` is an event. Each process announces its event
+as one row of numbers on the host, and all wait for the rows of all:
 
-    process 0   backward   backward    step       end        those at a backward exchange gradients, and all others
-    process 1   backward   step, joins step       end        join with what they have; at any other event all wait
+    process 0   backward   backward   step   end
+    process 1   backward   step       step   end
+                           joins process 0, and announces its step again
+
+What follows depends on the events:
+
+    all at a backward     they exchange their gradients
+    some at a backward    the others join them with the gradients that they have, and announce their event again
+    none at a backward    they continue if their events are the same; if not, all raise one error
+
+So a process that has no backward where others have one, or fewer of them, is no obstacle.
 
 A step of an optimiser is no event if all processes have had a backward since the last one, and none has joined: what
 each has stepped is part of its next event.
-
-So a process that has no backward where others have one, or fewer of them, is no obstacle. Where processes step
-different optimisers, or one has ended its step, all raise one error.
 """
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -27,8 +34,8 @@ from equipoise.strategies.ddp.exchange.by_hand.means import Share
 
 __all__ = ["Event", "Kind", "Meetings"]
 
-# Rows of numbers in an exchange, one for each process, and the exchange.
-Sent = tuple[torch.Tensor, dist.Work]
+# Rows of numbers, one for each process, and the exchange that fills them.
+Announced = tuple[torch.Tensor, dist.Work]
 # Stands in the history for the begin of a training step. The steps of optimisers have numbers from 0.
 _BEGIN_OF_STEP = -1
 
@@ -55,10 +62,10 @@ _TEXTS = {
 
 
 class Event(NamedTuple):
-    """An event in one process, as a row of numbers.
+    """An event in one process. It is exchanged as a row of numbers.
 
     Attributes:
-        kind: A `Kind`.
+        kind: Its kind.
         history: A number that stands for the training step, and for the steps of optimisers so far.
         detail: What events of one kind that are alike have in common: the optimiser, or the parameters.
         weight: The number of samples of the step in this process.
@@ -68,7 +75,7 @@ class Event(NamedTuple):
         size: The sum of their absolute values.
     """
 
-    kind: float
+    kind: Kind
     history: float
     detail: float = 0
     weight: float = 1
@@ -79,10 +86,10 @@ class Event(NamedTuple):
 
 
 class Meetings:
-    """Lets the processes meet at their events.
+    """Lets the processes meet at their events. Callers leave it out while `are_paused`.
 
     Args:
-        join: Function that exchanges gradients where others are at a backward.
+        join: Exchanges the gradients of all processes, of which some are at a backward.
 
     Attributes:
         reference: The first weight of process 0, which stands for 1; None before the first meeting.
@@ -105,13 +112,12 @@ class Meetings:
 
     def begin_step(self, weight: float) -> None:
         """Begin a training step with this number of samples."""
-        self._note(_BEGIN_OF_STEP)
+        self._add_to_history(_BEGIN_OF_STEP)
         self._weight = weight
 
-    def _note(self, event: int) -> None:
-        """Add an event to the history."""
-        # A number that float64 holds exactly.
-        self._history = hash((self._history, event)) % 2**48
+    def _add_to_history(self, event: int) -> None:
+        # A check sum of all events so far, which float64 holds exactly.
+        self._history = zlib.crc32(event.to_bytes(4, "big", signed=True), self._history)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,11 +131,11 @@ class Meetings:
 
     def note_step(self, number: int) -> None:
         """Note the step of an optimiser, by its number, with gradients that all processes have alike."""
-        self._note(number)
+        self._add_to_history(number)
         self.needs_meeting = True
         self.has_joined = False
 
-    def break_off(self) -> None:
+    def note_failure(self) -> None:
         """Note that this process has left an exchange in its midst, by an error that the user's code may catch."""
         self._has_left_exchange = True
 
@@ -139,12 +145,15 @@ class Meetings:
         assert self.reference is not None
         return self._weight / self.reference
 
-    def send(self, kind: Kind, **numbers: float) -> Sent:
-        """Begin to exchange an event. Return what `receive` takes.
+    def announce(self, kind: Kind, **numbers: float) -> Announced:
+        """Begin to exchange an event, without waiting for the others.
 
         Args:
             kind: Its kind.
             numbers: Other numbers of it, by the names of `Event`.
+
+        Returns:
+            What `exchange_gradients` takes.
         """
         if self._has_left_exchange:
             raise StepError("A backward has failed while its gradients were exchanged. Let its error end the training.")
@@ -156,55 +165,55 @@ class Meetings:
         assert work is not None
         return rows, work
 
-    def receive(self, sent: Sent) -> tuple[list[Event], Share]:
+    def _wait(self, announced: Announced) -> tuple[list[Event], Share]:
         """Return the events of all processes, by rank, and the share of this one in a mean by numbers of samples."""
-        rows, work = sent
+        rows, work = announced
         work.wait()
-        events = [Event(*row) for row in rows.tolist()]
+        events = [Event(Kind(int(kind)), *numbers) for kind, *numbers in rows.tolist()]
         if self.reference is None:
             self.reference = events[0].weight or 1.0
         samples = sum(event.weight for event in events)
-        share = Share(self.factor, samples / self.reference)
-        # Without any sample, all have equal parts.
         if not samples:
-            share = Share(1.0, self._size)
-        return events, share
+            # All have equal parts.
+            return events, Share(1.0, self._size)
+        return events, Share(self.factor, samples / self.reference)
 
-    def exchange(self, sent: Sent) -> None:
-        """Exchange the gradients of a backward whose event was sent, and which some processes may not have."""
-        events, share = self.receive(sent)
+    def exchange_gradients(self, announced: Announced) -> None:
+        """Exchange the gradients of a backward that was announced, and which some processes may not have."""
+        events, share = self._wait(announced)
         self._exchange_gradients(events, share)
 
     def _exchange_gradients(self, events: list[Event], share: Share) -> None:
-        """Exchange gradients, since some process is at a backward."""
         if any(event.kind != Kind.BACKWARD for event in events):
             self.has_joined = True
         self.needs_meeting = self.has_joined
         self._join(share)
-        # A process that is a step ahead is found once what it has sent is received.
+        # A process may be a step ahead. The exchange that it has begun ends first.
         histories = {event.history for event in events}
         if len(histories) > 1:
             raise _differences(events)
 
-    def meet(self, kind: Kind, numbers: Callable[[], dict[str, float]] = dict) -> tuple[list[Event], Share]:
+    def wait_for_all(self, kind: Kind, numbers: Callable[[], dict[str, float]] = dict) -> tuple[list[Event], Share]:
         """Wait until all processes are at an event of this kind, and join those that are at a backward until then.
 
         Args:
             kind: The kind of the event.
-            numbers: Function that returns its other numbers; it is called again after an exchange. Default: there are
-                none.
+            numbers: Function that returns its other numbers. Gradients change them, so it is called again after each
+                exchange that this process joins. Default: `dict`, there are none.
+
+        Returns:
+            The events of all processes, by rank, and the share of this one in a mean by numbers of samples.
 
         Raises:
             StepError: In all processes, if another one is at another event.
         """
         while True:
-            sent = self.send(kind, **numbers())
-            events, share = self.receive(sent)
+            events, share = self._wait(self.announce(kind, **numbers()))
             if all(event.kind != Kind.BACKWARD for event in events):
                 break
             self._exchange_gradients(events, share)
-        different = {(event.kind, event.history, event.detail) for event in events}
-        if len(different) > 1:
+        states = {(event.kind, event.history, event.detail) for event in events}
+        if len(states) > 1:
             raise _differences(events)
         return events, share
 
@@ -212,7 +221,7 @@ class Meetings:
 def _differences(events: list[Event]) -> StepError:
     texts = []
     for rank, event in enumerate(events):
-        text = _TEXTS[Kind(int(event.kind))]
+        text = _TEXTS[event.kind]
         if event.history != events[0].history:
             text += ", after other steps"
         elif event.kind == events[0].kind and event.detail != events[0].detail:

@@ -70,7 +70,7 @@ class OptimizerSteps:
             # One number for the optimiser, and for the size of its gradients.
             return {"detail": 2 * number + _is_scaled(optimizer), "loss": loss, **digest(compared)}
 
-        events, _ = self._meetings.meet(Kind.STEP, event)
+        events, _ = self._meetings.wait_for_all(Kind.STEP, event)
         self._meetings.note_step(number)
         if not agree(events, compared):
             raise StepError(

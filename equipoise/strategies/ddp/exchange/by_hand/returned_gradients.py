@@ -4,6 +4,7 @@ Of the parameters of the module they are means, as a loss is that of the samples
 such as the samples, they belong to this process.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,10 +61,10 @@ class ReturnedGradients:
         chosen = [numbers[id(inputs[index])] for index in indices]
         compared = [inputs[index] for index in derived]
         asked = (*chosen, len(derived), call.creates_graph)
-        # A number that float64 holds exactly.
-        detail = hash(asked) % 2**48
+        # A check sum, which float64 holds exactly.
+        detail = zlib.crc32(repr(asked).encode())
         event = {"detail": detail, **digest(compared)}
-        events, share = self._meetings.meet(Kind.GRAD, lambda: event)
+        events, share = self._meetings.wait_for_all(Kind.GRAD, lambda: event)
         if agree(events, compared):
             indices += derived
 
@@ -81,7 +82,7 @@ class ReturnedGradients:
 
     def exchange_with_graph(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make the gradients of parameters their means, through which another backward may run."""
-        _, share = self._meetings.meet(Kind.BACKWARD_WITH_GRAPH)
+        _, share = self._meetings.wait_for_all(Kind.BACKWARD_WITH_GRAPH)
         gradients = self.means([parameter.grad for parameter in parameters], parameters, share, with_graph=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -116,4 +117,4 @@ class ReturnedGradients:
         return [mean if count else None for mean, count in pairs]
 
     def _meet_again(self) -> None:
-        self._meetings.meet(Kind.SECOND_BACKWARD)
+        self._meetings.wait_for_all(Kind.SECOND_BACKWARD)
