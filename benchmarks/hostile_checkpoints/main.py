@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attacks import damaged_pickles, damages, mutations, positions, replaced_pickles
 
 from equipoise import CheckpointError, ConfigurationError, Trainer
-from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 
 MOST_SECONDS = 20  # for one file
 MOST_MEMORY = 8 << 30  # bytes of addresses beyond those at the start

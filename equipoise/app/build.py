@@ -16,7 +16,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
 from equipoise.interop.remote.paths import is_remote, to_path
 from equipoise.parallel.communication.rank import find_rank, slurm_job
-from equipoise.trainer.checkpointing.file import check_is_file
+from equipoise.trainer.checkpointing.file_reading import check_is_file
 
 __all__ = [
     "announce_changes",

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from equipoise.formats import format_path
 from equipoise.interop.remote.paths import AnyPath
 from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
-from equipoise.trainer.checkpointing.file import newest_first, read_checkpoint, time_of
+from equipoise.trainer.checkpointing.file import completion_time, newest_first
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.logging.csv_rows import put_aside
 
 __all__ = ["begun_folder", "is_job_of_sweep", "note_interrupt", "remove_if_empty", "without_empty_folder"]
@@ -84,7 +85,7 @@ def _entries(folder: AnyPath) -> dict[str, int | None]:
     """Return the entries of a folder with their times, without what a run writes before it begins."""
     entries: list[AnyPath] = [*folder.iterdir()]
     return {
-        entry.name: time_of(entry)
+        entry.name: completion_time(entry)
         for entry in entries
         if entry.name != _HYPERPARAMETERS and not entry.name.endswith(".log")
     }

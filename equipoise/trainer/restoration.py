@@ -20,14 +20,14 @@ from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.torch.modules import versions
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.processes import Processes
+from equipoise.parallel.optimizers.state_dtypes import restore_dtypes
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.file import OUR_KEY, time_of
+from equipoise.trainer.checkpointing.file import OUR_KEY, completion_time
 from equipoise.trainer.checkpointing.layout import check_like, check_optimizer_shapes, check_optimizer_state
 from equipoise.trainer.checkpointing.module.left_out import completed
 from equipoise.trainer.checkpointing.module.names import parts_without_weights, with_present_names
 from equipoise.trainer.checkpointing.module.weight_formats import format_of
-from equipoise.trainer.checkpointing.optimizer_dtypes import restore_dtypes
 from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 from equipoise.trainer.optimization.configuration.fused_optimizers import with_present_choice
 from equipoise.trainer.runtime.best_files import in_present_folder
@@ -255,7 +255,7 @@ def restore_training_state(parts: TrainerParts, module: LightningModule, checkpo
         parts.fit_loop.resume(checkpoint["loops"]["fit_loop"], entry)
         saved = entry.get("checkpoint_callbacks", {})
         load_saving_states(state.callbacks, saved)
-        later_files = files_written_after(path, state.callbacks, saved, time_of)
+        later_files = files_written_after(path, state.callbacks, saved, completion_time)
     parts.fit_loop.later_files = parts.strategy.processes.broadcast(later_files)
 
     # 4. The optimisers.

@@ -11,7 +11,7 @@ from fsspec import AbstractFileSystem
 
 from equipoise.interop.remote.files import RemotePath
 from equipoise.interop.remote.paths import AnyPath, is_remote, to_path
-from equipoise.trainer.checkpointing.file import remove_checkpoint, time_of
+from equipoise.trainer.checkpointing.file import completion_time, remove_checkpoint
 from tests.support.elsewhere import Elsewhere, url_of
 from tests.support.trainer_runs import refuses
 
@@ -91,9 +91,9 @@ def test_a_name_is_no_pattern(memory: Any) -> None:
 def test_a_file_system_without_times(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(memory), "modified", AbstractFileSystem.modified)
     file = RemotePath("memory://run/x")
-    assert time_of(file) is None
+    assert completion_time(file) is None
     file.write_bytes(b"1")
-    assert time_of(file) == 0
+    assert completion_time(file) == 0
 
 
 def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

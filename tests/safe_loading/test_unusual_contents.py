@@ -17,7 +17,7 @@ from equipoise import CheckpointError, Trainer
 from equipoise.safe_loading.stand_in import StandIn, class_in_place_of
 from equipoise.safe_loading.stand_in_search import stand_ins_in
 from equipoise.safe_loading.unpickler import load_pickle
-from equipoise.trainer.checkpointing.file import open_checkpoint, read_checkpoint
+from equipoise.trainer.checkpointing.file_reading import open_checkpoint, read_checkpoint
 from tests.support.trainer_runs import Small, loader, trainer
 
 FIELDS = [("name", "i4"), ("value", "f8")]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from equipoise import CheckpointError
 from equipoise.interop.torch.dispatch import empty_wrapper
 from equipoise.safe_loading.stand_in import StandIn
-from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from tests.support.trainer_runs import Small, loader, trainer, with_optimizers
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.optim.lr_scheduler import StepLR
 
 from equipoise import CheckpointError, Trainer
-from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from tests.conftest import ignoring
 from tests.parity.comparison import differences

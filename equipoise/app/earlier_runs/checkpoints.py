@@ -11,7 +11,8 @@ from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
-from equipoise.trainer.checkpointing.file import newest_first, read_checkpoint
+from equipoise.trainer.checkpointing.file import newest_first
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.runtime.best_files import present_place
 
 __all__ = ["EarlierCheckpoint", "changed_values", "find_checkpoint"]

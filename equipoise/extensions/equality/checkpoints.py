@@ -13,7 +13,8 @@ from equipoise.extensions.equality.gaps import Pieces, Tolerance, largest_gap
 from equipoise.extensions.equality.nature import entry_differs_by_nature
 from equipoise.interop.remote.paths import AnyPath
 from equipoise.interop.torch.modules import uncompiled_name
-from equipoise.trainer.checkpointing.file import OUR_KEY, is_plain
+from equipoise.trainer.checkpointing.file import OUR_KEY
+from equipoise.trainer.checkpointing.objects import is_plain
 from equipoise.trainer.checkpointing.reading import ReadValues, open_any_checkpoint
 
 __all__ = ["compare_checkpoints"]

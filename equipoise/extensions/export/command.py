@@ -16,7 +16,7 @@ from equipoise.extensions.export.export import Export, export_weights
 from equipoise.extensions.export.pretrained import find_models
 from equipoise.extensions.export.weights import chosen_state
 from equipoise.interop.remote.paths import to_path
-from equipoise.trainer.checkpointing.file import check_is_file, read_checkpoint
+from equipoise.trainer.checkpointing.file_reading import check_is_file, read_checkpoint
 from equipoise.trainer.checkpointing.module.names import with_present_names
 
 __all__ = ["run_export"]

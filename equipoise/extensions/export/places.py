@@ -10,9 +10,9 @@ from typing import IO, Any
 from equipoise.errors import ConfigurationError
 from equipoise.interop.remote.files import RemotePath
 from equipoise.interop.remote.paths import to_path
+from equipoise.parallel.shards.atomic_file import write_atomically
 from equipoise.parallel.shards.disk_faults import is_limit, limit_error
 from equipoise.parallel.shards.folder import UnfinishedFolder
-from equipoise.trainer.checkpointing.atomic_file import write_atomically
 
 __all__ = ["Write", "new_folder", "write_file", "write_folder"]
 

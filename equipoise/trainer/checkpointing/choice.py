@@ -12,7 +12,7 @@ from equipoise.interop.lightning.callbacks import last_checkpoints
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
-from equipoise.trainer.checkpointing.file import newest_first, time_of
+from equipoise.trainer.checkpointing.file import completion_time, newest_first
 
 if TYPE_CHECKING:
     from equipoise.trainer.state.run_state import RunState
@@ -70,7 +70,7 @@ def _announce_checkpoint_of_error(state: "RunState") -> None:
     for callback in state.callbacks:
         if not state.fitting or not is_a(callback, OnExceptionCheckpoint):
             continue
-        if time_of(callback.ckpt_path) is not None:
+        if completion_time(callback.ckpt_path) is not None:
             rank_zero_info(
                 f"The fit begins anew beside {callback.ckpt_path}, which an earlier error has left: ckpt_path='last'"
                 " continues from it. OnExceptionCheckpoint removes it when a run ends without an error."

@@ -1,4 +1,4 @@
-"""Warnings about objects in a checkpoint that are not created when it is read.
+"""Objects in a checkpoint: what is plain data, and warnings about objects that are not created when it is read.
 
 Hyperparameters are left out: the trainer does not use them, and `load_from_checkpoint` is Lightning's.
 """
@@ -18,7 +18,7 @@ from equipoise.notices import rank_zero_warn
 if TYPE_CHECKING:
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["warn_of_objects_read", "warn_of_objects_written"]
+__all__ = ["is_plain", "warn_of_objects_read", "warn_of_objects_written"]
 
 
 # The entries of a checkpoint in which Lightning saves hyperparameters.
@@ -34,8 +34,22 @@ _WITH_CONTENT = (Tensor, torch.UntypedStorage, getattr(torch, "TypedStorage", to
 # Entries that only a training uses.
 _OF_TRAINING = {"optimizer_states", "lr_schedulers", "loops", "equipoise"}
 
+# Types of plain values, besides containers and tensors.
+_PLAIN = (str, int, float, bytes, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
 # Number of objects that a warning names.
 _MOST_LISTED = 5
+
+
+def is_plain(value: Any) -> bool:
+    """Return True if a value consists of plain containers, numbers, strings and tensors."""
+    # Derived classes are not plain, so types are compared exactly.
+    kind = type(value)
+    if kind is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if kind in (list, tuple):
+        return all(map(is_plain, value))
+    return kind is Tensor or kind in _PLAIN
 
 
 def warn_of_objects_written(state: "RunState", checkpoint: dict[str, Any]) -> None:

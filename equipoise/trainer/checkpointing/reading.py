@@ -15,8 +15,8 @@ from equipoise.errors import CheckpointError
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.checkpointing.entry_checks import loading
-from equipoise.trainer.checkpointing.file import (
-    OUR_KEY,
+from equipoise.trainer.checkpointing.file import OUR_KEY
+from equipoise.trainer.checkpointing.file_reading import (
     check_contents,
     check_is_file,
     explaining_reads,

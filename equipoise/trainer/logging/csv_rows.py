@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.interop.lightning.loggers import csv_writer, set_csv_rewriting, start_csv
 from equipoise.interop.remote.paths import AnyPath, to_path
-from equipoise.trainer.checkpointing.atomic_file import write_atomically
+from equipoise.parallel.shards.atomic_file import write_atomically
 
 __all__ = ["continue_files", "keep_rows", "put_aside", "rows_written"]
 

@@ -456,10 +456,10 @@ class FitLoop:
 
     def is_of_this_run(self, path: str) -> bool:
         """Return True if this run wrote a checkpoint, or the run that it resumes from, or one was not completed."""
-        from equipoise.trainer.checkpointing.file import time_of
+        from equipoise.trainer.checkpointing.file import completion_time
         from equipoise.trainer.checkpointing.reading import run_of
 
-        return time_of(path) is None or run_of(path, self.state.checkpoint_io) == self.fit.run
+        return completion_time(path) is None or run_of(path, self.state.checkpoint_io) == self.fit.run
 
     def is_validated(self, name: str) -> bool:
         """Return True if the validation alone logs a value; the training may log one of the same name."""

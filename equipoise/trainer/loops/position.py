@@ -15,7 +15,8 @@ from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.strategies.strategy import Strategy
-from equipoise.trainer.checkpointing.file import OUR_KEY, is_plain
+from equipoise.trainer.checkpointing.file import OUR_KEY
+from equipoise.trainer.checkpointing.objects import is_plain
 from equipoise.trainer.data.batch_stream import NOTHING, BatchStream
 from equipoise.trainer.data.loader_state import load_random_state, random_state_of
 from equipoise.trainer.hooks.hooks import Hooks

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from equipoise.interop.remote.paths import to_path
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.processes import Processes
-from equipoise.trainer.checkpointing.file import time_of
+from equipoise.trainer.checkpointing.file import completion_time
 from equipoise.trainer.checkpointing.reading import run_of
 
 __all__ = ["in_present_folder", "present_place"]
@@ -43,7 +43,7 @@ def present_place(
     run = run_of(checkpoint, checkpoint_io)
     for place in places:
         # Another run may have written a file of that name since.
-        if time_of(place) is not None and run_of(place, checkpoint_io) == run:
+        if completion_time(place) is not None and run_of(place, checkpoint_io) == run:
             return place
     return None
 

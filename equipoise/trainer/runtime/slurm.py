@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.parallel.communication.rank import slurm_job
-from equipoise.trainer.checkpointing.file import remove_checkpoint, time_of
+from equipoise.trainer.checkpointing.file import completion_time, remove_checkpoint
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["checkpoint_path", "count_fit", "forget_checkpoint", "interrupted_checkpoint", "requeue"]
@@ -54,7 +54,7 @@ def interrupted_checkpoint(state: RunState) -> Path | str | None:
 
     # 2. The file of this fit.
     path = checkpoint_path(state)
-    if time_of(path) is not None:
+    if completion_time(path) is not None:
         rank_zero_info(f"Slurm has started this job again: it resumes from {path}, where it was interrupted.")
         return path if isinstance(path, Path) else os.fspath(path)
 

@@ -12,7 +12,8 @@ from equipoise import CheckpointError, merge_shards
 from equipoise.interop.remote.files import RemotePath
 from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.reading import ShardReader, has_shards
-from equipoise.trainer.checkpointing.file import read_checkpoint, remove_checkpoint, time_of, write_checkpoint
+from equipoise.trainer.checkpointing.file import completion_time, remove_checkpoint, write_checkpoint
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
 from tests.parallel.shards.folders import save
 from tests.support.elsewhere import Elsewhere, url_of
@@ -87,7 +88,7 @@ def test_what_is_not_complete_is_no_checkpoint(name: str, path: RemotePath, monk
             write(target, 2.0)
         monkeypatch.undo()
     assert has_shards(new)
-    assert time_of(new) is None
+    assert completion_time(new) is None
     refuses(lambda: load_checkpoint(new), "without 'index.json'", "was killed", error=CheckpointError)
     assert value_of(path) == 1.0
     # The next writer takes the folder, and leaves nothing of the killed one.

@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from equipoise import CheckpointError
 from equipoise.errors import CheckpointNotFoundError
-from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.checkpointing.layout import check_optimizer_shapes
 from tests.parity.comparison import differences
 from tests.support.trainer_runs import Small, loader, refuses, trainer, with_optimizers

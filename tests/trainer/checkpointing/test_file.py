@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from equipoise import CheckpointError
-from equipoise.trainer.checkpointing.file import read_checkpoint, write_checkpoint
+from equipoise.trainer.checkpointing.file import write_checkpoint
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from tests.parity.comparison import differences
 from tests.support.programs import Program
 
@@ -142,7 +143,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path, moment: str) -> Non
 
 HOLDER = """
 import sys, torch
-from equipoise.trainer.checkpointing import atomic_file
+from equipoise.parallel.shards import atomic_file
 from pathlib import Path
 
 def write(file):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from equipoise import CheckpointError, Trainer
 from equipoise.safe_loading.stand_in import StandIn, class_in_place_of
-from equipoise.trainer.checkpointing.file import read_checkpoint
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from tests.conftest import ignoring
 from tests.parity.comparison import differences
 from tests.support.trainer_runs import Data, Small, Validated, loader, saved, trainer
