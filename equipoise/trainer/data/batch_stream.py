@@ -1,4 +1,11 @@
-"""One pass over a loader: it knows its last batch, and a resumed run draws the same order and reads the rest."""
+"""One pass over a loader: it knows its last batch, and a resumed run draws the same order and reads the rest.
+
+How a pass finds its last batch follows from what is known of its length:
+
+    certain     the batches are counted, without any Python code for a batch
+    promised    they are read up to the promise, or until the loader ends
+    unknown     each is delivered once the next one is read
+"""
 
 import itertools
 import math
@@ -32,7 +39,7 @@ class BatchStream:
         before_opening: Called with a function that opens the loader, before the loader is opened for this pass.
         together: Whether all processes take part in each step, so that the pass ends when the last one has no batch
             left. A process without one reads `NO_BATCH`. Default: False.
-        limit_here: Largest number of batches that this process reads, where others may read more. Default: infinite.
+        own_limit: Largest number of batches that this process reads, where others may read more. Default: infinite.
         on_wrong_length: Called with the number of batches that were promised and the number that came, infinite for
             more, if they differ, and with whether the promise was certain.
         seed: Seed of the random numbers with which all processes read. Default: None, each draws numbers of its own.
@@ -57,7 +64,7 @@ class BatchStream:
         combined: bool = False,
         before_opening: Callable[[Callable[[], Any]], None] | None = None,
         together: bool = False,
-        limit_here: float = math.inf,
+        own_limit: float = math.inf,
         on_wrong_length: Callable[[int, float, bool], None] | None = None,
         seed: int | None = None,
     ) -> None:
@@ -66,7 +73,7 @@ class BatchStream:
         self.combined = combined
         self._before_opening = before_opening
         self._together = together
-        self._limit_here = min(limit_here, extent.limit)
+        self._own_limit = min(own_limit, extent.limit)
         self._on_wrong_length = on_wrong_length
         self._seed = seed
         self.length: int | None = None
@@ -85,7 +92,9 @@ class BatchStream:
             kind = type(loader).__name__
             rank_zero_warn(f"Couldn't infer the batch indices fetched from your dataloader: `{kind}`")
             return False
-        self.loader = with_sampler(loader, _Recorder(loader.batch_sampler, self.indices), batches=True)
+        from equipoise.trainer.data.batch_samplers import Recorder
+
+        self.loader = with_sampler(loader, Recorder(loader.batch_sampler, self.indices), batches=True)
         return True
 
     def start(self) -> None:
@@ -122,27 +131,32 @@ class BatchStream:
             ahead: The batch that had been read ahead, if it is known.
             stateful: Whether the loader itself restores its position after them.
         """
+        from equipoise.trainer.data.batch_samplers import with_first_fetched
+
         self._draw_order()
         # 1. Pass over the batches that were read, if possible without loading them.
         # The batch that was read ahead comes from the checkpoint, so the loader's is dropped.
         # Other processes may have read more than this one may.
-        passed_over = int(min(batches_read + (ahead is not NOTHING), self._limit_here))
+        passed_over = int(min(batches_read + (ahead is not NOTHING), self._own_limit))
         if not stateful and not self.combined and _can_skip(self.loader):
             batches = self._skip_unloaded(passed_over)
         else:
             batches = self._open()
             # A loader with a state stands after those that were read.
-            for _ in range(batches_read if stateful else 0, passed_over):
+            to_drop = passed_over - batches_read if stateful else passed_over
+            for _ in range(to_drop):
                 next(batches, None)
             # A sampler draws its order when it is asked for the first batch.
             if not passed_over:
-                batches = _with_first_fetched(batches)
+                batches = with_first_fetched(batches)
         # 2. Deliver the others.
         self._begin(batches, batches_read, ahead)
 
     def _skip_unloaded(self, count: int) -> Iterator[Any]:
         """Return an iterator after the first batches, without loading them."""
-        remaining = _RemainingBatches(self.counts.counting(self.loader.batch_sampler), count)
+        from equipoise.trainer.data.batch_samplers import RemainingBatches
+
+        remaining = RemainingBatches(self.counts.counting(self.loader.batch_sampler), count)
         batches = open_loader(with_sampler(self.loader, remaining, batches=True))
         remaining.draw_order()
         return batches
@@ -184,62 +198,50 @@ class BatchStream:
             return self.counts.opened(self.loader, open_loader)
         return open_loader(self.loader)
 
-    def _begin(self, batches: Iterator[Any], read: int, ahead: Any = NOTHING) -> None:
-        is_certain = self.extent.certainty is not Certainty.AT_END
-        # Some processes may have a batch ahead, and others none. All agree on each.
-        if ahead is not NOTHING and (is_certain or self._together or self.length is not None):
-            batches = itertools.chain([ahead], batches)
-            ahead = NOTHING
-        if is_certain:
-            self._iterator = self._of_certain_length(batches, read)
-            return
-        here = self._limit_here
-        if self.length is not None and not self._together:
-            here = min(here, self.length)
-        if not math.isinf(here):
-            batches = self._up_to(batches, int(max(0, here - read)))
-        if self._together:
-            batches = self._until_all_are_done(batches, read)
-        if self.length is not None:
-            self._iterator = self._read_to_promise(batches, read, self.length)
-            return
-        self.ahead = ahead
-        if ahead is NOTHING:
-            self.ahead = self._next(batches, read)
-        if self.ahead is NOTHING:
-            self._end(read)
-        self._iterator = self._read_ahead(batches, read)
+    def _begin(self, batches: Iterator[Any], batches_read: int, ahead: Any = NOTHING) -> None:
+        """Create the iterator over the batches that are left, for the kind of pass that this is."""
+        if self.extent.certainty is not Certainty.AT_END:
+            self._iterator = self._of_certain_length(_with_ahead(batches, ahead), batches_read)
+        elif self.length is not None:
+            self._iterator = self._of_promised_length(_with_ahead(batches, ahead), batches_read, self.length)
+        else:
+            self._iterator = self._of_unknown_length(batches, batches_read, ahead)
 
-    def _of_certain_length(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
-        """Return batches whose number is certain: without look ahead, and no code in Python before the loop."""
-        here, everywhere = self._find_length()
-        # Each number is drawn after its batch.
-        numbers = itertools.count(read + 1)
+    # The number of batches is certain
+
+    def _of_certain_length(self, batches: Iterator[Any], batches_read: int) -> Iterator[Any]:
+        own_length, longest_length = self._find_length()
+        # 1. Count the batches without Python code for each of them: `compress` takes a batch, then a number. As no
+        #    number is 0, it lets all batches through. So the next number is one more than the batches that came.
+        numbers = itertools.count(batches_read + 1)
         counted = itertools.compress(batches, numbers)
-        batches = itertools.islice(itertools.chain(counted, self._end_short(here, numbers)), max(0, here - read))
+        # 2. `islice` ends the pass. If the loader ends before that, `chain` asks for what follows: the report.
+        all_that_come = itertools.chain(counted, self._report_short_pass(own_length, numbers))
+        batches = itertools.islice(all_that_come, max(0, own_length - batches_read))
+        # 3. Take part in the steps of the process with the longest pass.
         if self._together:
             batches = itertools.chain(batches, itertools.repeat(NO_BATCH))
-        return itertools.islice(batches, max(0, everywhere - read))
+        return itertools.islice(batches, max(0, longest_length - batches_read))
 
     def _find_length(self) -> tuple[int, int]:
         """Read the length of a loader that is certain of it, and return that of this process and the longest."""
         length = length_of(self.loader)
         assert length is not None
-        here = everywhere = int(min(length, self._limit_here))
+        own_length = longest_length = int(min(length, self._own_limit))
         if self._together:
             from equipoise.parallel.communication.object_exchange import exchange_number
 
-            lengths = exchange_number(here)
-            everywhere = max(lengths)
+            lengths = exchange_number(own_length)
+            longest_length = max(lengths)
             # Where processes share the samples of a step, the last step may have too few for all of them.
             self.even_steps = min(lengths) - 1
-        self.length = everywhere
+        self.length = longest_length
         if self.extent.certainty is Certainty.ONCE_DRAWN:
-            self._end(everywhere)
-        return here, everywhere
+            self._note_length(longest_length)
+        return own_length, longest_length
 
-    def _end_short(self, promised: int, numbers: Iterator[int]) -> Iterator[Any]:
-        """Report that the batches of a certain length ended before it; asked for a batch only in this case."""
+    def _report_short_pass(self, promised: int, numbers: Iterator[int]) -> Iterator[Any]:
+        """Yield nothing. Asked for a batch, report that fewer came than were certain; see `_of_certain_length`."""
         came = next(numbers) - 1
         if not self._together:
             self.length = came
@@ -247,12 +249,68 @@ class BatchStream:
             self._on_wrong_length(promised, came, True)
         yield from ()
 
-    def _end(self, length: int) -> None:
-        """Note the number of batches, and report it if another one was promised."""
-        self.length = length
-        promised = self.extent.num_batches
-        if self._on_wrong_length is not None and not math.isinf(self.extent.promised) and length != promised:
-            self._on_wrong_length(int(promised), length, False)
+    # The loader promises a number
+
+    def _of_promised_length(self, batches: Iterator[Any], batches_read: int, promised: int) -> Iterator[Any]:
+        limit = self._own_limit
+        if not self._together:
+            limit = min(limit, promised)
+        batches = self._limited(batches, batches_read, limit)
+        if self._together:
+            batches = self._until_all_are_done(batches, batches_read)
+        return self._read_to_promise(batches, batches_read, promised)
+
+    def _read_to_promise(self, batches: Iterator[Any], batches_read: int, promised: int) -> Iterator[Any]:
+        """Yield the promised batches, or fewer where the data end before."""
+        for index in range(batches_read, promised):
+            batch = next(batches, NOTHING)
+            if batch is NOTHING:
+                self._note_length(index)
+                return
+            yield batch
+            del batch
+
+    # The number is unknown
+
+    def _of_unknown_length(self, batches: Iterator[Any], batches_read: int, ahead: Any) -> Iterator[Any]:
+        if self._together:
+            # Some processes may have a batch ahead, and others none. All agree on each.
+            batches = self._limited(_with_ahead(batches, ahead), batches_read, self._own_limit)
+            batches = self._until_all_are_done(batches, batches_read)
+            ahead = NOTHING
+        else:
+            batches = self._limited(batches, batches_read, self._own_limit)
+        self.ahead = ahead
+        if ahead is NOTHING:
+            self.ahead = self._next(batches, batches_read)
+        if self.ahead is NOTHING:
+            self._note_length(batches_read)
+        return self._read_ahead(batches, batches_read)
+
+    def _read_ahead(self, batches: Iterator[Any], batches_read: int) -> Iterator[Any]:
+        """Yield the batch that was read ahead, once the next one is read."""
+        while self.ahead is not NOTHING:
+            batch = self.ahead
+            batches_read += 1
+            self.length = None
+            self.ahead = self._next(batches, batches_read)
+            if self.ahead is NOTHING:
+                self._note_length(batches_read)
+            yield batch
+            del batch
+
+    def _next(self, batches: Iterator[Any], batches_read: int) -> Any:
+        if batches_read >= self.extent.limit:
+            return NOTHING
+        return next(batches, NOTHING)
+
+    # All kinds of passes
+
+    def _limited(self, batches: Iterator[Any], batches_read: int, limit: float) -> Iterator[Any]:
+        """Return the batches that this process may read, after those that were read before."""
+        if math.isinf(limit):
+            return batches
+        return self._up_to(batches, int(max(0, limit - batches_read)))
 
     def _up_to(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Yield as many batches as this process may read. The loader need not know how to end after its length."""
@@ -261,12 +319,12 @@ class BatchStream:
             if batch is NOTHING:
                 return
             if not left:
-                self._end_pass(batches)
+                self._let_loader_end(batches)
             yield batch
             # Do not hold the batch while the next one is read.
             del batch
 
-    def _end_pass(self, batches: Iterator[Any]) -> None:
+    def _let_loader_end(self, batches: Iterator[Any]) -> None:
         """Let torch's own iterators, and loaders with a state, note the end of the pass; report batches beyond it."""
         loader = self.loader
         promised = self.extent.promised
@@ -276,38 +334,11 @@ class BatchStream:
         if next(batches, NOTHING) is not NOTHING and self._on_wrong_length is not None:
             self._on_wrong_length(int(promised), math.inf, False)
 
-    def _read_to_promise(self, batches: Iterator[Any], read: int, promised: int) -> Iterator[Any]:
-        """Yield the promised batches, or fewer where the data end before."""
-        for index in range(read, promised):
-            batch = next(batches, NOTHING)
-            if batch is NOTHING:
-                self._end(index)
-                return
-            yield batch
-            del batch
-
-    def _read_ahead(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
-        """Yield the batch that was read ahead, once the next one is read."""
-        while self.ahead is not NOTHING:
-            batch = self.ahead
-            read += 1
-            self.length = None
-            self.ahead = self._next(batches, read)
-            if self.ahead is NOTHING:
-                self._end(read)
-            yield batch
-            del batch
-
-    def _next(self, batches: Iterator[Any], read: int) -> Any:
-        if read >= self.extent.limit:
-            return NOTHING
-        return next(batches, NOTHING)
-
-    def _until_all_are_done(self, batches: Iterator[Any], read: int) -> Iterator[Any]:
+    def _until_all_are_done(self, batches: Iterator[Any], batches_read: int) -> Iterator[Any]:
         """Yield the batches of this process, then `NO_BATCH` while other processes have batches left."""
         from equipoise.parallel.communication.object_exchange import exchange_number
 
-        for index in itertools.count(read):
+        for index in itertools.count(batches_read):
             batch = next(batches, NO_BATCH)
             have_batch = exchange_number(int(batch is not NO_BATCH))
             if not any(have_batch):
@@ -317,13 +348,19 @@ class BatchStream:
             yield batch
             del batch
 
+    def _note_length(self, length: int) -> None:
+        """Note the number of batches, and report it if another one was promised."""
+        self.length = length
+        promised = self.extent.num_batches
+        if self._on_wrong_length is not None and not math.isinf(self.extent.promised) and length != promised:
+            self._on_wrong_length(int(promised), length, False)
 
-def _with_first_fetched(batches: Iterator[Any]) -> Iterator[Any]:
-    """Fetch the first batch now, and return an iterator over all of them."""
-    first = next(batches, NOTHING)
-    if first is NOTHING:
+
+def _with_ahead(batches: Iterator[Any], ahead: Any) -> Iterator[Any]:
+    """Return the batches after one that was read ahead, if there is one."""
+    if ahead is NOTHING:
         return batches
-    return itertools.chain([first], batches)
+    return itertools.chain([ahead], batches)
 
 
 def _can_skip(loader: Any) -> bool:
@@ -335,51 +372,3 @@ def _can_skip(loader: Any) -> bool:
     if type(loader) is not DataLoader or loader.num_workers:
         return False
     return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
-
-
-class _RemainingBatches:
-    """A batch sampler without its first batches.
-
-    A loader's iterator draws a random number after it has asked the batch sampler for an iterator, and a sampler draws
-    the order when it is asked for its first batch. `draw_order` does that at the right moment.
-    """
-
-    def __init__(self, batch_sampler: Any, skip: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip = skip
-        self._indices: Iterator[Any] = iter(())
-
-    def draw_order(self) -> None:
-        """Draw the order, and leave out the first batches."""
-        for _ in range(self.skip):
-            next(self._indices, None)
-        if not self.skip:
-            self._indices = _with_first_fetched(self._indices)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._indices = iter(self.batch_sampler)
-        return self._rest()
-
-    def _rest(self) -> Iterator[Any]:
-        yield from self._indices
-
-    def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.skip)
-
-
-class _Recorder:
-    """A batch sampler that records the batches of another."""
-
-    def __init__(self, batch_sampler: Any, indices: list[list[int]]) -> None:
-        self.batch_sampler = batch_sampler
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        # Workers read ahead, so the list may be longer than the number of batches delivered.
-        self.indices.clear()
-        for batch in self.batch_sampler:
-            self.indices.append(list(batch))
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)

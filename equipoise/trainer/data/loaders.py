@@ -336,7 +336,7 @@ class Loaders:
             combined=not self.single,
             before_opening=self.workers.starter(0),
             together=together,
-            limit_here=self.extent.num_batches if self.extent.certainty is Certainty.AT_END else self.extent.limit,
+            own_limit=self.extent.num_batches if self.extent.certainty is Certainty.AT_END else self.extent.limit,
             on_wrong_length=self.report_wrong_length,
             seed=self._seed_of_pass(self.flat),
         )
