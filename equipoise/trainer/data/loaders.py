@@ -4,17 +4,17 @@ A stage ("train", "val", "test", "predict") has one `Loaders`: the user's loader
 limited.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from itertools import zip_longest
 from traceback import walk_tb
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from equipoise.errors import ConfigurationError, ConfigurationTypeError
 from equipoise.interop.lightning.classes import is_overridden
@@ -52,7 +52,7 @@ class Source:
         self.loaders = loaders
         self.owner = owner
         self.method = f"{stage}_dataloader"
-        # Loaders may be requested several times in a run.
+        # Loaders may be requested several times in a run, but each warning is given once.
         self._has_reported = False
         self._has_reported_difference = False
 
@@ -120,8 +120,8 @@ class Source:
             return
         self._has_reported = True
         name = self.describe()
-        gave = "more, which are not read" if came > promised else came
-        message = f"{name[0].upper()}{name[1:]} promised {promised} batches by its length, and gave {gave}"
+        received = "more, which are not read" if came > promised else str(came)
+        message = f"{name[0].upper()}{name[1:]} promised {promised} batches by its length, and gave {received}"
         if rank is not None:
             warn(f"{message} in process {rank}. A StopIteration of its data set or `collate_fn` has ended the pass.")
             return
@@ -178,33 +178,20 @@ class Loaders:
         share: bool = True,
         steps: RunSteps | None = None,
     ) -> None:
-        training = source.stage == "train"
-        # 1. Flatten the user's structure.
-        mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
-        combined, self._mode = combine(requested, mode)
-        self._combined = combined
-        self.sequential = self._mode == "sequential"
-        if training and self.sequential:
-            raise ConfigurationError(
-                "CombinedLoader(mode='sequential') cannot train: take 'max_size_cycle', 'max_size' or 'min_size'."
-            )
-        flattened = combined.flattened
-        is_empty = isinstance(requested, (list, tuple)) and not requested
-        if is_empty and not training and source.loaders is None:
-            # A method of the user may return that there is no loader.
-            flattened = []
-            rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
-
-        # 2. Check the loaders, and shard them.
-        self._reads_alike = not share and strategy.processes.world_size > 1
-        # Workers of loaders that read the share of this process by themselves may draw how it is divided.
-        rank = strategy.processes.data.rank if share else 0
-        prepared = [self._prepare(loader, source, overfit, rank) for loader in flattened]
         if strategy.processes.has_one_state and not share:
             raise ConfigurationError(
                 f"use_distributed_sampler=False leaves the samples of each process to the loaders, but"
                 f" strategy={strategy.name!r} divides them itself. Leave it out."
             )
+        # 1. Flatten the user's structure.
+        self._combined, self._mode = _combine(source, requested)
+        self.sequential = self._mode == "sequential"
+        flattened = _flattened(source, requested, self._combined)
+
+        # 2. Check the loaders.
+        # Workers of loaders that read the share of this process by themselves may draw how it is divided.
+        rank = strategy.processes.data.rank if share else 0
+        prepared = [_prepare(loader, source, overfit, rank) for loader in flattened]
         if steps is not None:
             steps.note_states(one=strategy.processes.has_one_state)
             prepared = steps.keep(prepared, strategy.processes.data, share=share)
@@ -213,17 +200,21 @@ class Loaders:
         if share and is_whole_evaluation and not strategy.processes.has_one_state:
             count = strategy.processes.data.world_size
             prepared = [with_batch_for_each(loader, count) for loader in prepared]
+
+        # 3. Shard them.
+        self._reads_alike = not share and strategy.processes.world_size > 1
         self._seed = seed_of_order() if steps is None else steps.seed
         self._epoch = 0
-        shards = [Shard(self._with_same_order(loader)) for loader in prepared]
         if share:
             shards = [strategy.shard(loader, source.stage) for loader in prepared]
+        else:
+            shards = [Shard(self._with_same_order(loader)) for loader in prepared]
         self.flat = [shard.loader for shard in shards]
         self.single = len(self.flat) == 1 and (requested is flattened[0] or self.sequential)
         if self.flat:
-            combined.flattened = self.flat
+            self._combined.flattened = self.flat
 
-        # 3. Count their batches.
+        # 4. Count their batches.
         self._source = source
         self._rank = strategy.processes.data.rank
         self.extents: list[Extent] = []
@@ -297,7 +288,7 @@ class Loaders:
             if len(set(lengths)) > 1:
                 self._source.report_different_data(index, list(lengths))
 
-    def streams(self, most: float = math.inf) -> list["BatchStream"]:
+    def streams(self, most: float = math.inf) -> list[BatchStream]:
         """Return a stream for each loader that is read by itself, or one for all of them together.
 
         Args:
@@ -306,39 +297,47 @@ class Loaders:
         extents = [replace(extent, limit=min(extent.limit, most)) for extent in self.extents]
         # 1. One loader after another.
         if self.single or self.sequential:
-            return [
-                BatchStream(
-                    loader,
-                    extent,
-                    before_opening=self.workers.starter(index),
-                    on_wrong_length=self.report_wrong_length,
-                    seed=self._seed_of_pass([loader]),
-                )
-                for index, (loader, extent) in enumerate(zip(self.flat, extents, strict=True))
-            ]
+            pairs = zip(self.flat, extents, strict=True)
+            return [self._stream(index, loader, extent) for index, (loader, extent) in enumerate(pairs)]
         # 2. All of them together.
         return [self.stream_of_all(replace(self.extent, limit=min(self.extent.limit, most)))]
 
-    def stream_of_all(self, extent: Extent, *, together: bool = False) -> "BatchStream":
+    def stream_of_all(self, extent: Extent, *, together: bool = False) -> BatchStream:
         """Return a stream over one loader, or over several that are read together.
 
         Args:
             extent: Number of batches.
             together: Whether all processes take part in each step; see `BatchStream`. Default: False.
         """
-        loader = self.flat[0]
-        if not self.single:
-            loader = self._combined
-            self._combined.limits = [min(each.limit, extent.limit) for each in self.extents]
+        own_limit = self.extent.limit
+        if self.extent.certainty is Certainty.AT_END:
+            own_limit = self.extent.num_batches
+        if self.single:
+            return self._stream(0, self.flat[0], extent, together=together, own_limit=own_limit)
+        self._combined.limits = [min(each.limit, extent.limit) for each in self.extents]
+        return self._stream(0, self._combined, extent, combined=True, together=together, own_limit=own_limit)
+
+    def _stream(
+        self,
+        index: int,
+        loader: Any,
+        extent: Extent,
+        *,
+        combined: bool = False,
+        together: bool = False,
+        own_limit: float = math.inf,
+    ) -> BatchStream:
+        """Return a stream over the loader with an index, or over all of them combined; see `BatchStream`."""
+        loaders = self.flat if combined else [loader]
         return BatchStream(
             loader,
             extent,
-            combined=not self.single,
-            before_opening=self.workers.starter(0),
+            combined=combined,
+            before_opening=self.workers.starter(index),
             together=together,
-            own_limit=self.extent.num_batches if self.extent.certainty is Certainty.AT_END else self.extent.limit,
+            own_limit=own_limit,
             on_wrong_length=self.report_wrong_length,
-            seed=self._seed_of_pass(self.flat),
+            seed=self._seed_of_pass(loaders),
         )
 
     def report_wrong_length(self, promised: int, came: float, certain: bool) -> None:
@@ -364,12 +363,15 @@ class Loaders:
 
     def _seed_of_pass(self, loaders: list[Any]) -> int | None:
         """Return the seed with which all processes read loaders; None if each draws numbers of its own."""
-        for loader in loaders:
-            if isinstance(loader, Turns) and certainty_of(loader) is Certainty.AT_END:
-                return self._seed + self._epoch
-            if self._reads_alike and type(loader) not in (list, tuple) and _is_stream(loader):
-                return self._seed + self._epoch
+        if any(map(self._is_drawn_alike, loaders)):
+            return self._seed + self._epoch
         return None
+
+    def _is_drawn_alike(self, loader: Any) -> bool:
+        if isinstance(loader, Turns) and certainty_of(loader) is Certainty.AT_END:
+            return True
+        # A list of batches draws nothing.
+        return self._reads_alike and type(loader) not in (list, tuple) and _is_stream(loader)
 
     def draw_seeds(self) -> None:
         """Draw the random numbers that opening the loaders draws."""
@@ -382,39 +384,74 @@ class Loaders:
         self._combined.reset()
         self.workers.forget()
 
-    @staticmethod
-    def _prepare(loader: Any, source: Source, overfit: bool, rank: int) -> Any:
-        """Check a loader, and return it in the form in which it is read."""
-        # A batch sampler may know whether it belongs to the data set.
-        check = getattr(getattr(loader, "batch_sampler", None), "check_dataset", None)
-        if check is not None:
-            check(loader.dataset)
-        if not isinstance(loader, DataLoader):
-            _check_iterable(loader, source)
-        elif overfit and _may_shuffle(loader):
-            rank_zero_warn(
-                f"`overfit_batches` needs the same batches in every epoch: shuffling of the {source.stage} loader"
-                " is turned off."
-            )
-            loader = with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
-        elif overfit and _may_draw_other_batches(loader):
-            rank_zero_warn(
-                f"`overfit_batches` needs the same batches in every epoch: those that the {source.stage} loader's"
-                f" {type(loader.batch_sampler).__name__} draws first are repeated."
-            )
-            loader = with_sampler(loader, _FirstDrawn(loader.batch_sampler, seed_of_order()), batches=True)
-        elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
-            rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
-        seed_workers(loader, rank)
-        separate_workers(loader, rank)
-        return loader
-
 
 def _is_about_arguments_of_torch(error: ValueError) -> bool:
     """Return True if a constructor of `torch.utils.data` has raised an error."""
     *_, (frame, _) = walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
     return module.startswith("torch.utils.data.") and frame.f_code.co_name == "__init__"
+
+
+def _combine(source: Source, requested: Any) -> tuple[CombinedLoader, str]:
+    """Return the structure that the source returned, and how its loaders are read together.
+
+    Raises:
+        ConfigurationError: If they are read one after another in training.
+    """
+    if source.stage != "train":
+        return combine(requested, "sequential")
+    combined, mode = combine(requested, "max_size_cycle")
+    if mode == "sequential":
+        raise ConfigurationError(
+            "CombinedLoader(mode='sequential') cannot train: take 'max_size_cycle', 'max_size' or 'min_size'."
+        )
+    return combined, mode
+
+
+def _flattened(source: Source, requested: Any, combined: CombinedLoader) -> list[Any]:
+    """Return the loaders of a structure, in order."""
+    is_empty = isinstance(requested, (list, tuple)) and not requested
+    if is_empty and source.stage != "train" and source.loaders is None:
+        # A method of the user may return that there is no loader.
+        rank_zero_warn(f"{source.describe()} holds no loader: nothing is read.")
+        return []
+    return combined.flattened
+
+
+def _prepare(loader: Any, source: Source, overfit: bool, rank: int) -> Any:
+    """Check a loader, and return it in the form in which it is read."""
+    # A batch sampler may know whether it belongs to the data set.
+    check = getattr(getattr(loader, "batch_sampler", None), "check_dataset", None)
+    if check is not None:
+        check(loader.dataset)
+    if not isinstance(loader, DataLoader):
+        _check_iterable(loader, source)
+    elif overfit:
+        loader = _with_same_batches(loader, source)
+    elif source.stage != "train" and isinstance(loader.sampler, RandomSampler):
+        rank_zero_warn(f"The {source.stage} loader shuffles; an evaluation is better read in order.")
+    seed_workers(loader, rank)
+    separate_workers(loader, rank)
+    return loader
+
+
+def _with_same_batches(loader: DataLoader[Any], source: Source) -> DataLoader[Any]:
+    """Return a loader that has the same batches in every epoch."""
+    if _may_shuffle(loader):
+        rank_zero_warn(
+            f"`overfit_batches` needs the same batches in every epoch: shuffling of the {source.stage} loader"
+            " is turned off."
+        )
+        return with_sampler(loader, SequentialSampler(cast(Sized, loader.dataset)))
+    if _may_draw_other_batches(loader):
+        from equipoise.trainer.data.batch_samplers import FirstDrawn
+
+        rank_zero_warn(
+            f"`overfit_batches` needs the same batches in every epoch: those that the {source.stage} loader's"
+            f" {type(loader.batch_sampler).__name__} draws first are repeated."
+        )
+        return with_sampler(loader, FirstDrawn(loader.batch_sampler, seed_of_order()), batches=True)
+    return loader
 
 
 def _check_iterable(loader: Any, source: Source) -> None:
@@ -450,45 +487,6 @@ def _may_draw_other_batches(loader: DataLoader[Any]) -> bool:
     return type(batch_sampler) is not BatchSampler or not isinstance(batch_sampler.sampler, SequentialSampler)
 
 
-class _FirstDrawn(Sampler[Any]):
-    """A batch sampler of the user, of which every pass has the batches of the first, also in a resumed run.
-
-    It is not held as `sampler`: that receives the number of each epoch, and its generator is restored.
-
-    Attributes:
-        generator: Its generator as it was before the first pass, if it has one. A resumed run restores it.
-    """
-
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self._drawn_from = DrawnAlike(sampler, seed)
-        self._own: Any = getattr(sampler, "generator", None)
-        self.generator: torch.Generator | None = None
-        if isinstance(self._own, torch.Generator):
-            self.generator = self._own.clone_state()
-        if hasattr(sampler, "planned_batches"):
-            self.planned_batches = sampler.planned_batches
-        self._drawing: Iterator[Any] | None = None
-        self._batches: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self._drawn_from)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._drawing is None:
-            self._drawn_from.set_epoch(0)
-            if self.generator is not None:
-                self._own.set_state(self.generator.get_state())
-            self._drawing = iter(self._drawn_from)
-        # Not all at once: some samplers have no end.
-        for index in itertools.count():
-            if index == len(self._batches):
-                drawn = list(itertools.islice(self._drawing, 1))
-                if not drawn:
-                    return
-                self._batches += drawn
-            yield self._batches[index]
-
-
 def extent_of(loader: Any, limit: float, source: Source) -> Extent:
     """Return the number of batches of a loader that are used.
 
@@ -507,9 +505,12 @@ def extent_of(loader: Any, limit: float, source: Source) -> Extent:
             " of batches, or 1.0."
         )
     promised = math.inf if length is None else length
-    most = limit
-    if not isinstance(limit, int):
-        most = int(promised * limit) if limit != 1.0 else math.inf
+    if isinstance(limit, int):
+        most: float = limit
+    elif limit == 1.0:
+        most = math.inf
+    else:
+        most = int(promised * limit)
     return Extent(promised, most, certainty_of(loader))
 
 
@@ -523,7 +524,9 @@ def _extent_of_part(loader: Any, shard: Shard, limit: float, source: Source) -> 
     whole = extent_of(loader, limit, source)
     if not whole.num_batches:
         raise nothing_to_read(whole.promised, limit, source, divided=True)
-    promised = shard.num_batches(whole.num_batches if whole.promised < math.inf else math.inf)
+    # Without a length, the limit alone says nothing about what the loader promises.
+    promised_of_all = whole.num_batches if whole.promised < math.inf else math.inf
+    promised = shard.num_batches(promised_of_all)
     most = shard.num_batches(whole.limit)
     assert promised is not None
     assert most is not None
