@@ -78,7 +78,7 @@ class StageByStage:
             finally:
                 stages.now = outer
 
-        class Entry(ledger._Entry):
+        class Entry(ledger.Entry):
             __slots__ = ()
 
             def __init__(self, tensor: Tensor, *args: Any) -> None:
@@ -87,7 +87,7 @@ class StageByStage:
 
         monkeypatch.setattr(threaded_engine.StepRun, "compute", noted)
         monkeypatch.setattr(stage_graphs, "to_device", lambda tensor, device: tensor.clone())
-        monkeypatch.setattr(ledger, "_Entry", Entry)
+        monkeypatch.setattr(ledger, "Entry", Entry)
 
     def name(self, stage: int) -> str:
         return f"device {stage % self.count}"
