@@ -14,6 +14,7 @@ from equipoise.memory.devices import PeakMeter, list_devices, read_memory, reset
 from equipoise.memory.profile.ledger import Ledger
 from tests.callbacks.evaluation.test_no_grad_evaluation import assert_same, trained
 from tests.conftest import ignoring
+from tests.extensions.pipeline.planning.test_profile import Assertive, Mixing, check_weights
 from tests.gpu.runs import GPU, Classifier, fit
 from tests.memory.profile.test_ledger import held_before, mlp, optimizer_of, watched_step
 
@@ -215,3 +216,13 @@ def test_a_failed_run_holds_nothing() -> None:
     with pytest.raises(ValueError, match="planned"):
         fit(Failing, sizes=[64] * 3)
     assert collected() == before
+
+
+# Stages
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("kind", [Mixing, Assertive])
+def test_weights_are_no_activations_on_another_device(kind: type[Mixing], is_trained: bool) -> None:
+    """A pipeline measures the calls of a network on the first device before its layers are placed."""
+    check_weights(kind, is_trained, GPU)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from equipoise.extensions.pipeline.graph.stage_spec import parameters_and_buffers
 from equipoise.interop.torch.dispatch import OperationWatch, tensors_in
 
 __all__ = ["SavedTensors", "addresses_of", "now", "peak_bytes", "saved_storages"]
@@ -62,22 +63,23 @@ class SavedTensors:
     An address identifies a storage while it is alive. Its number stays the same from call to call.
 
     Args:
-        network: Network whose parameters do not count as activations.
+        network: Network whose parameters and buffers do not count as activations.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._parameters = addresses_of(network.parameters())
+        self._weights = addresses_of(parameters_and_buffers(network))
         self._numbers: dict[int, int] = {}  # by address, of storages that are alive
         self._next_number = count()
         self._saved: set[int] = set()
 
-    def watch(self, nbytes_by_address: dict[int, int]) -> saved_tensors_hooks:
+    def watch(self, nbytes_by_address: dict[int, int], weights: Iterable[Tensor]) -> saved_tensors_hooks:
         """Return a context that notes what autograd saves.
 
         Args:
             nbytes_by_address: Receives the address and the bytes of each saved storage.
+            weights: Tensors of the network as they are on the device, where copies stand for those that lie elsewhere.
         """
-        return saved_storages(nbytes_by_address, self._parameters)
+        return saved_storages(nbytes_by_address, self._weights | addresses_of(weights))
 
     def add(self, nbytes_by_address: Mapping[int, int], outputs: Iterable[Tensor]) -> tuple[int, frozenset[int]]:
         """Count what a call saved.

@@ -5,10 +5,9 @@ that is touched for the first time, disturbs one pass and not all of them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -73,13 +72,6 @@ def profile_calls(
         return blocks
 
 
-def _tensors_of_call(node: fx.Node, root: nn.Module) -> Sequence[Tensor]:
-    """Return the parameters and buffers of the layer that a call runs, or the one that it looks up."""
-    if node.op not in ("call_module", "get_attr"):
-        return ()
-    return parameters_and_buffers(find_part(root, str(node.target)))
-
-
 class _Pass(CallInterpreter):
     """Run all calls of a forward once, and measure each of them.
 
@@ -123,102 +115,123 @@ class _Pass(CallInterpreter):
 
     def _measure(self, node: fx.Node) -> tuple[Block, Any]:
         """Return the costs of a call, without what passes to later ones, and its value."""
-        tensors = _tensors_of_call(node, self._traced.root)
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
         layer = self.layer_of(node)
         # A layer of the user's may change its arguments in this call, although it did not in the recorded one.
         is_of_user = layer is not None and not is_of_torch(layer)
         copies_arguments = is_of_user or node in self._traced.changes
-        new_run = partial(_Run, self, node, trainable, copies_arguments=copies_arguments)
-        run = new_run()
+        call = _CallMeasurement(self, node, self._storages, copies_arguments=copies_arguments)
 
         # 1. Run the call with its layer on the device.
         peak = 0
         left = 0
         with lent(layer, self.device):
-            run.measure(self._storages)
+            costs = call.measure()
             if self._measures_peaks:
                 values = list(self.env.values())
-                existing = [*tensors_of(values), *parameters]
-                peak = peak_bytes(partial(new_run().measure, self._storages), existing)
+                peak = peak_bytes(call.measure, [*tensors_of(values), *call.tensors])
             if self._split:
-                left = run.left_bytes()
+                left = call.left_bytes()
 
         # 2. Count what it keeps. The peak contains that, and its output.
-        outputs = tensors_of(run.output)
-        saved, saves = self._storages.add(run.saved, outputs)
-        kept_bytes = dict(run.saved)
-        for address in run.argument_addresses:
-            kept_bytes.pop(address, None)
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            kept_bytes[storage.data_ptr()] = storage.nbytes()
-
+        outputs = tensors_of(costs.output)
+        saved, saves = self._storages.add(costs.saved, outputs)
         block = Block(
             name="",
-            forward=run.forward,
-            backward=run.backward,
-            parameters=sum(parameter.nbytes for parameter in parameters),
-            trained=sum(parameter.nbytes for parameter in trainable),
+            forward=costs.forward,
+            backward=costs.backward,
+            parameters=sum(tensor.nbytes for tensor in call.tensors),
+            trained=sum(parameter.nbytes for parameter in call.trainable),
             saved=saved,
             saves=saves,
             left=left,
-            transient=max(0, peak - sum(kept_bytes.values())),
+            transient=max(0, peak - _kept_bytes(costs, outputs)),
         )
-        return block, run.output
+        return block, costs.output
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-class _Run:
-    """Run one call and its backward.
+class _CallCosts(NamedTuple):
+    """Costs of one run of a call.
 
     Attributes:
         forward, backward: Seconds.
-        saved: Addresses of the storages that the last forward saved, and their bytes.
+        saved: Addresses of the storages that the forward saved, and their bytes.
         argument_addresses: Addresses of the storages of its arguments.
         output: Value of the call.
     """
 
+    forward: float
+    backward: float
+    saved: dict[int, int]
+    argument_addresses: set[int]
+    output: Any
+
+
+def _kept_bytes(costs: _CallCosts, outputs: Iterable[Tensor]) -> int:
+    """Return the bytes that a call adds to those that are there before it: what it has saved, and its outputs."""
+    nbytes = dict(costs.saved)
+    for address in costs.argument_addresses:
+        nbytes.pop(address, None)
+    for tensor in outputs:
+        storage = tensor.untyped_storage()
+        nbytes[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes.values())
+
+
+class _CallMeasurement:
+    """Runs one call and its backward, as often as they are measured.
+
+    Attributes:
+        tensors: Parameters and buffers of the layer that the call runs, or the tensor that it looks up.
+        trainable: The parameters among them that require gradients.
+    """
+
     def __init__(
-        self, calls: CallInterpreter, node: fx.Node, trainable: Sequence[nn.Parameter], *, copies_arguments: bool
+        self, calls: CallInterpreter, node: fx.Node, storages: SavedTensors, *, copies_arguments: bool
     ) -> None:
-        self.forward = 0.0
-        self.backward = 0.0
-        self.saved: dict[int, int] = {}
-        self.argument_addresses: set[int] = set()
-        self.output: Any = None
+        self.tensors: Sequence[Tensor] = ()
+        if node.op in ("call_module", "get_attr"):
+            self.tensors = parameters_and_buffers(find_part(calls.module, str(node.target)))
+        self.trainable: list[Tensor] = []
+        for tensor in self.tensors:
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                self.trainable.append(tensor)
         self._calls = calls
         self._node = node
-        self._trainable = trainable
+        self._storages = storages
         self._copies_arguments = copies_arguments
         self._device = calls.device
 
-    def measure(self, storages: SavedTensors) -> None:
+    def measure(self) -> _CallCosts:
         """Measure time and saved storages."""
-        self.output = None
-        self.saved = {}
         args, kwargs, inputs = self._arguments()
-        self.argument_addresses = addresses_of(tensors_of((args, kwargs)))
+        argument_addresses = addresses_of(tensors_of((args, kwargs)))
+        weights = self._weights()
 
+        saved: dict[int, int] = {}
         begin = now(self._device)
-        with storages.watch(self.saved):
-            self.output = self._call(args, kwargs)
-        self.forward = now(self._device) - begin
-        self.backward = self._run_backward(inputs)
+        with self._storages.watch(saved, weights):
+            output = self._call(args, kwargs)
+        forward = now(self._device) - begin
+        backward = self._run_backward(tensors_of(output), inputs)
+        return _CallCosts(forward, backward, saved, argument_addresses, output)
 
     def left_bytes(self) -> int:
         """Return the bytes that the first half of a split backward leaves for the second, beside what is saved."""
         args, kwargs, inputs = self._arguments()
-        output = self._call(args, kwargs)
-        outputs = tensors_of(output)
-        gradients = [torch.ones_like(output) if output.requires_grad else None for output in outputs]
+        outputs = tensors_of(self._call(args, kwargs))
+        gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in outputs]
         split = SplitBackward(inputs, outputs)
         split.of_inputs(gradients)
         return split.nbytes
+
+    def _weights(self) -> list[Tensor]:
+        """Return the tensors on the device that are no activations: of the layer, and those that calls looked up."""
+        looked_up = [value for node, value in self._calls.env.items() if node.op == "get_attr"]
+        return [*self.tensors, *tensors_of(looked_up)]
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         run: Callable[..., Any] = getattr(self._calls, self._node.op)
@@ -227,45 +240,41 @@ class _Run:
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments of the call as leaves of autograd, and the list of these leaves."""
         inputs: list[Tensor] = []
-        as_leaves = partial(_leaves, self._calls.env, inputs)
+
+        def as_input(tensor: Tensor) -> Tensor:
+            leaf = _as_leaf(tensor)
+            inputs.append(leaf)
+            return leaf
+
+        def value_of(node: fx.Node) -> Any:
+            return map_tensors(as_input, self._calls.env[node])
+
         arguments = on_device(self._device, (self._node.args, self._node.kwargs))
-        args, kwargs = fx.map_arg(arguments, as_leaves)
+        args, kwargs = fx.map_arg(arguments, value_of)
         if self._copies_arguments:
             # Leaves and the values of earlier calls must not change.
             args = map_tensors(torch.clone, args)
             kwargs = map_tensors(torch.clone, kwargs)
         return args, kwargs, inputs
 
-    def _run_backward(self, inputs: Sequence[Tensor]) -> float:
-        outputs = _requiring_grad(tensors_of(self.output))
+    def _run_backward(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> float:
+        """Run the backward of a call, and return its seconds."""
+        outputs = _requiring_grad(outputs)
         leaves = _requiring_grad(inputs)
-        sources = [*leaves, *self._trainable]
+        sources = [*leaves, *self.trainable]
         if not outputs or not sources:
             return 0.0
         ones = [torch.ones_like(tensor) for tensor in outputs]
 
         begin = now(self._device)
         gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
-        # A step also adds the gradients of weights to those of earlier micro-batches.
-        gradients_of_weights = gradients[len(leaves) :]
-        for gradient in gradients_of_weights:
-            if gradient is None or gradient.layout is not torch.strided:
-                continue
-            if gradient.is_contiguous():
+        # A step also adds the gradients of weights to those of earlier micro-batches. It adds sparse ones otherwise,
+        # and one that is not contiguous may have elements that share their memory.
+        for gradient in gradients[len(leaves) :]:
+            if gradient is not None and gradient.layout is torch.strided and gradient.is_contiguous():
                 gradient.add_(gradient)
         return now(self._device) - begin
 
 
 def _requiring_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def _leaves(values: dict[fx.Node, Any], inputs: list[Tensor], node: fx.Node) -> Any:
-    """Return the value of a call with its tensors as leaves of autograd, which are added to `inputs`."""
-
-    def as_input(tensor: Tensor) -> Tensor:
-        leaf = _as_leaf(tensor)
-        inputs.append(leaf)
-        return leaf
-
-    return map_tensors(as_input, values[node])

@@ -130,8 +130,9 @@ class _Pass:
         self._has_entered = False
         self._in_backward = False
         self._since = 0.0
-        # Storages that do not count for a layer: parameters, and what earlier layers have saved. Then those that do.
-        self._addresses = addresses_of(call.network.parameters())
+        # Storages that do not count for a layer: parameters and buffers, and what earlier layers have saved. Then those
+        # that do.
+        self._addresses = addresses_of(parameters_and_buffers(call.network))
         self._newly_saved: dict[int, int] = {}
         # By layer, the time when the gradient of its first argument was there.
         self._arrivals: dict[int, float] = {}

@@ -15,6 +15,18 @@ from equipoise.extensions.pipeline.stack.stack_profile import StackProfile, prof
 LAYERS = 3
 
 
+class Mask(nn.Module):
+    """Multiplies by a buffer, which its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("mask", torch.rand(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.scale * self.mask
+
+
 class Network(nn.Module):
     """Layers between two others.
 
@@ -39,11 +51,10 @@ class Network(nn.Module):
         return output
 
 
-def profile(is_checkpointed: bool) -> StackProfile:
-    network = Network(is_checkpointed)
+def profile(network: nn.Module, width: int = 2) -> StackProfile:
     stack = largest_stack(network)
     assert stack is not None
-    structure = CallStructure((torch.randn(5, 2),), {})
+    structure = CallStructure((torch.randn(5, width),), {})
     return profile_stack(stack, NetworkCall(network, network.forward, structure, network, torch.device("cpu")))
 
 
@@ -54,14 +65,22 @@ def test_times_of_the_backward_are_no_times_of_the_forward(
     """A second passes each time the clock is read: once where a layer begins, and once at the end of the forward."""
     seconds = count()
     monkeypatch.setattr(stack_profile, "now", lambda device: float(next(seconds)))
-    blocks = profile(is_checkpointed).blocks
+    blocks = profile(Network(is_checkpointed)).blocks
     # What comes before the first layer belongs to it, so the clock is not read where that begins.
     assert [block.forward for block in blocks] == [1.0] * LAYERS
     assert all(block.backward >= 1.0 for block in blocks)
 
 
 def test_checkpointed_layers_save_less() -> None:
-    plain, checkpointed = profile(False), profile(True)
+    plain, checkpointed = profile(Network(False)), profile(Network(True))
     for index in range(1, LAYERS):
         assert checkpointed.blocks[index].parameters == plain.blocks[index].parameters
     assert sum(block.saved for block in checkpointed.blocks) <= sum(block.saved for block in plain.blocks)
+
+
+def test_buffers_are_no_activations() -> None:
+    samples = 5
+    for block in profile(nn.Sequential(*[Mask() for _ in range(LAYERS)]), width=4).blocks:
+        assert block.parameters == 4 + 4 * 4
+        # What the scale multiplies; the product is not kept, as the mask requires no gradient.
+        assert block.saved == samples * 4 * 4
