@@ -3,6 +3,7 @@
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from equipoise.tree import tensors_in
 
 __all__ = ["Computed", "Place", "RecordedCalls"]
 
-# The modules in whose forwards a call is, by their paths, the outermost first. torch.fx has the path twice.
+# The modules in whose forwards a call is, the outermost first, as torch.fx notes them: {path: (path, class)}.
 Place = Mapping[str, tuple[str, type[nn.Module]]]
 
 
@@ -57,12 +58,12 @@ class RecordedCalls:
         device: Device of the recording.
 
     Attributes:
-        changes: For each call that changed arguments in place, the values that it changed.
+        changes: For each call that changed arguments in place, the calls whose values it changed.
     """
 
     def __init__(self, graph: fx.Graph, tensors: TensorNodes, device: torch.device) -> None:
         self.changes: dict[fx.Node, set[fx.Node]] = {}
-        # For each call the values of which its own is a view.
+        # For each call those of whose values its own is a view.
         self._viewed: dict[fx.Node, set[fx.Node]] = {}
         self._graph = graph
         self._tensors = tensors
@@ -83,41 +84,39 @@ class RecordedCalls:
         node.meta["nn_module_stack"] = place
 
         # 2. Memory. What changes a view also changes the values that it shows.
-        self._viewed[node] = self._values_among(node, computed.viewed)
+        self._viewed[node] = self._nodes_sharing(node, computed.viewed)
         if computed.changed:
-            self.changes[node] = self._values_among(node, computed.changed)
+            self.changes[node] = self._nodes_sharing(node, computed.changed)
         for tensor in computed.changed:
             self._tensors.note_change(tensor)
 
         # 3. Values.
         self._assign(node, computed.result, {id(tensor) for tensor in computed.changed})
 
-    def _values_among(self, node: fx.Node, tensors: Sequence[Tensor]) -> set[fx.Node]:
-        """Return the values that are some of a call's tensors, and those of which they are views."""
+    def _nodes_sharing(self, node: fx.Node, tensors: Sequence[Tensor]) -> set[fx.Node]:
+        """Return the calls whose values may share the memory of some tensors, which a call receives.
+
+        A tensor that no call has computed was looked up, and may be the value of each look-up among the arguments. A
+        tensor that is no argument by itself lies in a container, which may be each of the arguments.
+        """
         if not tensors:
             return set()
-        # 1. A tensor that is no value is one of the network or from outside, which the call has looked up.
         arguments = set(node.all_input_nodes)
-        values: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         for tensor in tensors:
-            value = self._tensors.find_node(tensor)
-            if value is None:
-                values.update(argument for argument in arguments if argument.op == "get_attr")
+            computed_by = self._tensors.find_node(tensor)
+            if computed_by is None:
+                nodes.update(argument for argument in arguments if argument.op == "get_attr")
             else:
-                values.add(value)
-        # 2. A tensor may be in a container that another call has built.
-        if not values or not values <= arguments:
-            values |= arguments
-        viewed: set[fx.Node] = set()
-        for value in values:
-            viewed |= self._viewed.get(value, set())
-        return values | viewed
+                nodes.add(computed_by)
+        if not nodes or not nodes <= arguments:
+            nodes |= arguments
+        return nodes.union(*(self._viewed.get(viewing, set()) for viewing in nodes))
 
     def _facts_of(self, node: fx.Node, computed: Computed) -> Facts:
         """Return the facts about the value of a call, which follow from those about its arguments."""
         facts = self._tensors.facts_of_arguments(node)
-        has_effects = Traits.RANDOM in computed.traits or computed.changed or not computed.is_pure
-        if has_effects:
+        if Traits.RANDOM in computed.traits or computed.changed or not computed.is_pure:
             facts = facts._replace(is_pure=False)
         if Traits.DYNAMIC in computed.traits:
             # A submodule that reads values rarely returns other sizes; its sizes are checked in each call.
@@ -126,8 +125,8 @@ class RecordedCalls:
                 sizes_of_call = Sizes.ASSUMED
             facts = facts._replace(sizes=max(facts.sizes, sizes_of_call))
         if computed.keeps_sizes and isinstance(computed.result, Tensor):
-            value = self._tensors.find_node(computed.result)
-            facts = facts._replace(sizes=self._tensors.facts_of(value).sizes)
+            changed_node = self._tensors.find_node(computed.result)
+            facts = facts._replace(sizes=self._tensors.facts_of(changed_node).sizes)
         return facts
 
     def _assign(self, node: fx.Node, value: Any, changed_ids: set[int]) -> None:
@@ -155,13 +154,16 @@ class RecordedCalls:
 
 
 def _items_with_keys(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
-    """Yield for each item of a container the function that takes it out, its key, and the item."""
+    """Yield for each item of a container the function that takes it out, its key, and the item.
+
+    The containers are those of `tree.items_of`; another value, such as None, has no items.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield operator.getitem, key, item
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
             yield operator.getitem, index, item
-    else:
-        for name, item in vars(value).items():
-            yield getattr, name, item
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield getattr, field.name, getattr(value, field.name)

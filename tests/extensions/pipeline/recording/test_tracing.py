@@ -257,3 +257,50 @@ def test_containers_reach_a_layer_that_stays_whole(pack: Any, parts: Any) -> Non
     assert names(made) == ["before", "whole", "after"]
     for batch in (x, torch.randn(5, 3, dtype=torch.float64)):
         torch.testing.assert_close(run(made, batch), network(batch), rtol=1e-12, atol=1e-12)
+
+
+@dataclass(slots=True)
+class Slotted:
+    value: Tensor
+
+
+class Returns(Remembers):
+    """Stays whole, as it changes its buffer."""
+
+    def __init__(self, pack: Any) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(super().forward(x))
+
+
+class Unpacks(nn.Module):
+    def __init__(self, pack: Any, unpack: Any) -> None:
+        super().__init__()
+        self.whole = Returns(pack)
+        self.unpack = unpack
+        self.after = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.unpack(self.whole(x), x))
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [(lambda value: None, lambda result, x: x), (Slotted, lambda result, x: result.value + x)],
+    ids=["nothing", "data class with slots"],
+)
+def test_results_without_a_dictionary_of_attributes(pack: Any, unpack: Any) -> None:
+    network = Unpacks(pack, unpack).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    made = traced(network, x)
+    assert names(made) == ["whole", "after"]
+    torch.testing.assert_close(run(made, x), network(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("result", [3, object()])
+def test_results_that_may_change_are_refused(result: Any) -> None:
+    network = Unpacks(lambda value: result, lambda result, x: x)
+    with pytest.raises(NotTraceable, match=f"Returns returns a {type(result).__name__}, which may change"):
+        traced(network, torch.rand(4, 3))
