@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from equipoise.errors import StepError
 from equipoise.interop.merged_metrics import MeanOfMetrics
 from equipoise.parallel.step_protocols import PartwiseStep, StepResult
 from equipoise.tree import items_of, rebuild
@@ -98,6 +99,9 @@ class MemberLogs:
             step: The step.
             results: The result of each member.
             by_member: Whether to log the value of each member, too, as `name/member_0`.
+
+        Raises:
+            StepError: If a metric is the same for all members.
         """
         logged = [result.logged for result in results]
         if not any(logged):
@@ -111,7 +115,13 @@ class MemberLogs:
             step.log_together([named], [1], self._device, original=_itself)
 
     def _mean_of(self, metric: Metric) -> Metric:
-        return self._means.get(id(metric), metric)
+        if id(metric) not in self._means:
+            raise StepError(
+                f"A step logs a {type(metric).__name__} that was no part of the module when its members were made, so"
+                " that all members of the ensemble update the same one. Register it in `__init__`, as an attribute or"
+                " in an nn.ModuleList or nn.ModuleDict."
+            )
+        return self._means[id(metric)]
 
 
 def _itself(metric: Metric) -> Metric:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torchmetrics import SumMetric
 
-from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, split_ensemble
+from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, StepError, split_ensemble
 from equipoise.extensions.ensemble.gradients import WeightsOfMembers
 from tests.conftest import ignoring
 from tests.extensions.ensemble.runs import Classifier, alone, difference, ensemble, loader, trainer
@@ -175,6 +177,31 @@ class Clipping(Classifier):
         pass
 
 
+class Counting(Classifier):
+    """Counts its samples by a metric in a dictionary, which is filled at once or in the first step."""
+
+    def __init__(self, kind: Any = dict, is_filled: bool = True) -> None:
+        super().__init__()
+        self.counts = kind()
+        if is_filled:
+            self.fill()
+
+    def fill(self) -> None:
+        self.counts["n"] = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.counts:
+            self.fill()
+        self.counts["n"].update(len(batch[0]))
+        self.log("n", self.counts["n"], on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_in_a_module_dict_is_of_each_member() -> None:
+    _, run, _ = ensemble(SEED, partial(Counting, nn.ModuleDict), partial(loader, 28), max_epochs=1)
+    assert run.callback_metrics["n"] == 28
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -183,12 +210,21 @@ class Clipping(Classifier):
         (ByHand, "automatic_optimization=False"),
         (Lbfgs, "cannot step LBFGS"),
         (Clipping, "configure_gradient_clipping"),
+        (Counting, "The metric counts.n (SumMetric) lies in"),
     ],
-    ids=["hyperparameters", "constant", "by hand", "lbfgs", "clipping"],
+    ids=["hyperparameters", "constant", "by hand", "lbfgs", "clipping", "metric in a dictionary"],
 )
 def test_modules_that_are_refused(make: Any, words: str) -> None:
     run = trainer(EnsembleStrategy(members=2))
     refuses(lambda: run.fit(make(), loader(), loader(shuffle=False)), words)
+
+
+def test_a_metric_that_the_members_come_to_share_is_refused() -> None:
+    run = trainer(EnsembleStrategy(members=2, mode="one_by_one"))
+    module = Counting(is_filled=False)
+    refuses(
+        lambda: run.fit(module, loader(), loader(shuffle=False)), "logs a SumMetric", "nn.ModuleDict", error=StepError
+    )
 
 
 def test_an_average_of_one_member_is_refused() -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from equipoise.errors import CheckpointError, StepError
+from equipoise.errors import CheckpointError, ConfigurationError, StepError
+from equipoise.interop.module_metrics import named_metrics
 from equipoise.parallel.replicas.replica import Replica
 
 __all__ = ["StackedMembers", "StackedParameter", "gradient_state", "own_memory", "set_gradients"]
@@ -50,11 +51,15 @@ class StackedMembers:
         modules: The module of each member.
         parameters: The parameters.
         buffers: The buffers of all members, (members, *shape), by the identity of the module's buffer.
+
+    Raises:
+        ConfigurationError: If a metric is not registered, so that all members would share it.
     """
 
     def __init__(self, module: nn.Module, states: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
         # 1. The copies, with their own values.
         self._replicas = [Replica(module, device) for _ in states]
+        self._check_metrics(module)
         self.modules = [module]
         for replica in self._replicas:
             self.modules.append(replica.module)
@@ -85,6 +90,16 @@ class StackedMembers:
             for _, registered, _ in slots:
                 buffers.append(registered[name])
             self._stack_buffer(buffers)
+
+    def _check_metrics(self, module: nn.Module) -> None:
+        copied = {id(metric) for metric, *_ in self.metrics()}
+        for name, metric in named_metrics(module).items():
+            if id(metric) not in copied:
+                raise ConfigurationError(
+                    f"The metric {name} ({type(metric).__name__}) lies in a list, tuple or dictionary of the module, so"
+                    " that all members of the ensemble would update the same one. Register it: make it an attribute, or"
+                    " make the list an nn.ModuleList, the dictionary an nn.ModuleDict."
+                )
 
     def _stack_parameter(self, members: list[Any]) -> None:
         first = members[0]
