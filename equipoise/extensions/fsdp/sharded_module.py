@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.extensions.fsdp.mesh.configuration import whole_parameters
+from equipoise.extensions.fsdp.mesh.configuration.module_changes import whole_parameters
 from equipoise.extensions.fsdp.mesh.grid import copy_marks, part_of
 from equipoise.extensions.fsdp.state.gathering import whole
 from equipoise.extensions.fsdp.state.loaded_shards import take_shards

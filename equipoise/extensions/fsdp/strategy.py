@@ -23,7 +23,9 @@ from equipoise.extensions.fsdp.checked_options import check_callbacks, check_div
 from equipoise.extensions.fsdp.interop.features import FSDP
 from equipoise.extensions.fsdp.interop.tensor_parallel import set_device_mesh, wait_as_default
 from equipoise.extensions.fsdp.mesh.clipping import clip_by_norm
-from equipoise.extensions.fsdp.mesh.configuration import Configuration, check_cut, copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.configuration.common_values import copy_along_rows, share_values
+from equipoise.extensions.fsdp.mesh.configuration.cut_checks import check_cut
+from equipoise.extensions.fsdp.mesh.configuration.module_changes import ModuleChanges
 from equipoise.extensions.fsdp.mesh.context.blocks.blockwise_sequences import BlockwiseSequences
 from equipoise.extensions.fsdp.mesh.context.sequence_comparison import BLOCKS, CUT_SEQUENCES, SEQUENCES
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
@@ -141,7 +143,7 @@ class FSDPStrategy(ProcessStrategy):
     # The layers whose weights are gathered in another form in this run.
     _forms: Mapping[nn.Module, Callable[[Tensor], Any]] = {}
     # From `configure_model` to the end of the run, in this process.
-    _configuration: Configuration | None = None
+    _changes: ModuleChanges | None = None
     # From before the layers are cut to the first step of a fit.
     _comparison: LayerComparison | None = None
     _is_fitting = False
@@ -209,7 +211,7 @@ class FSDPStrategy(ProcessStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; see `Strategy.__getstate__`."""
         state = super().__getstate__()
-        state.pop("_configuration", None)
+        state.pop("_changes", None)
         state.pop("_comparison", None)
         return state
 
@@ -249,12 +251,12 @@ class FSDPStrategy(ProcessStrategy):
         """Give the module a `device_mesh`, which its `configure_model` reads."""
         # The hook under its former name may have begun it.
         processes = self.processes
-        if processes.world_size > 1 and self._configuration is None and is_a(module, LightningModule):
+        if processes.world_size > 1 and self._changes is None and is_a(module, LightningModule):
             self._note_whole_layers(module)
             columns = self._columns
             with loopback(only=processes.spawns):
                 mesh = make_mesh(self.root_device.type, processes.world_size // columns, columns)
-            self._configuration = Configuration(module, mesh)
+            self._changes = ModuleChanges(module, mesh)
             share_values(module, processes)
             set_device_mesh(module, mesh)
 
@@ -263,15 +265,15 @@ class FSDPStrategy(ProcessStrategy):
         if self.processes.processes_per_batch == 1:
             return
         self.begin_configuration(module)
-        configuration = self._configuration
-        if configuration is None or self._columns == 1:
+        changes = self._changes
+        if changes is None or self._columns == 1:
             return
-        if not configuration.has_cut:
+        if not changes.has_cut:
             from equipoise.extensions.fsdp.mesh.plans.choice import cut_by_plan
 
-            configuration.note_new_parts()
+            changes.note_new_parts()
             assert is_a(module, LightningModule)
-            mesh = configuration.mesh
+            mesh = changes.mesh
             with loopback(only=self.processes.spawns):
                 cut_by_plan(module, mesh, self.tensor_plan, training=self._is_fitting)
         elif self.tensor_plan is not None:
@@ -326,31 +328,31 @@ class FSDPStrategy(ProcessStrategy):
         if self.processes.world_size == 1:
             super().setup(module, precision)
             return
-        if self._configuration is not None:
-            self._configuration.note_changes()
+        if self._changes is not None:
+            self._changes.note_changes()
         # It comes to its device unit by unit, since it may not fit there.
         precision.convert_module(module)
         self._module = module
-        if self._configuration is not None:
+        if self._changes is not None:
             # A conversion makes new parameters of cut ones.
-            self._configuration.copy_marks()
+            self._changes.copy_marks()
         with loopback(only=self.processes.spawns):
             self._run = self._begin_run(module)
-            if self._configuration is not None:
-                self._configuration.hand_over()
-            if self._comparison is not None and self._configuration is not None:
-                self._comparison.begin(precision, self._configuration.mesh, self._rows or self._configuration.mesh)
+            if self._changes is not None:
+                self._changes.forget_parameters()
+            if self._comparison is not None and self._changes is not None:
+                self._comparison.begin(precision, self._changes.mesh, self._rows or self._changes.mesh)
 
     def _begin_run(self, module: nn.Module) -> ShardedRun:
         assert self._group is not None
         # 1. The units, of the same module everywhere.
         check_same_modules(module)
         check_cut(module, self._columns, must_cut=self._is_fitting)
-        is_cut = self._configuration is not None and self._configuration.has_cut
+        is_cut = self._changes is not None and self._changes.has_cut
         # Evaluations may be of whole layers, which are in shards over all processes.
         together = self._columns if is_cut else 1
-        if self._configuration is not None:
-            copy_along_rows(module, self._configuration.mesh[TENSOR])
+        if self._changes is not None:
+            copy_along_rows(module, self._changes.mesh[TENSOR])
         units = self._units(module)
         batches = self.processes.world_size // together
         shards = batches // self.replicas
@@ -445,8 +447,8 @@ class FSDPStrategy(ProcessStrategy):
     def _mesh(self, *, is_cut: bool) -> DeviceMesh:
         """Return the processes as torch's `fully_shard` takes them: beside cut layers, those of a column."""
         if is_cut:
-            assert self._configuration is not None
-            return self._configuration.mesh[DATA]
+            assert self._changes is not None
+            return self._changes.mesh[DATA]
         kind = self.root_device.type
         processes = self.processes.world_size
         if self.replicas == 1:
@@ -472,8 +474,8 @@ class FSDPStrategy(ProcessStrategy):
 
     def teardown(self, error: BaseException | None = None) -> None:
         """Make the module whole again; after an error its weights are lost; see `Strategy.teardown`."""
-        configuration = self._configuration
-        self._configuration = None
+        changes = self._changes
+        self._changes = None
         self._comparison = None
         self._rows = None
         if self._run is not None:
@@ -483,8 +485,8 @@ class FSDPStrategy(ProcessStrategy):
         try:
             super().teardown(error)
         finally:
-            if configuration is not None:
-                configuration.restore()
+            if changes is not None:
+                changes.restore()
 
     def replicated_tensors(self) -> Replicated:
         """Return the shards, by their places in the whole, and the buffers; see `Strategy.replicated_tensors`."""
