@@ -352,7 +352,7 @@ def attended() -> list[float]:
             part = row.own_part(whole, 2)
             computed = row.gather(attend(row, part, part, part, **here), 2)
             (summed,) = torch.autograd.grad(computed.square().sum() / row.size, whole)
-            total = row.add_up(summed)
+            total = row.all_reduce(summed)
             differences = (computed.detach() - expected.detach(), total - slope)
             found += [float(difference.abs().max()) for difference in differences]
     return found

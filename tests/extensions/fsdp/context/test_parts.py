@@ -34,7 +34,7 @@ def pieces() -> list[Any]:
     assert torch.equal(gathered, whole)
     assert torch.equal(row.gather(part > 5, 1), whole > 5)
     # Process r adds r + 1 times the whole.
-    (gathered * whole * (row.place + 1)).sum().backward()
+    (gathered * whole * (row.rank + 1)).sum().backward()
     assert part.grad is not None
     assert torch.equal(part.grad, row.own_part(whole, 1) * sum(range(1, row.size + 1)))
     return of_all(row.positions(torch.device("cpu")).tolist())
@@ -136,7 +136,7 @@ def losses() -> list[tuple[float, float]]:
         mean.backward()
         assert here.grad is not None
         assert here.grad.isfinite().all()
-        found.append((float(expected), float(row.add_up(mean)) / row.size))
+        found.append((float(expected), float(row.all_reduce(mean)) / row.size))
     return found
 
 
@@ -188,7 +188,7 @@ def test_processes_that_do_not_fit() -> None:
 
 def another(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     row: Any = SequenceRow.__new__(SequenceRow)
-    row.size, row.place = 2, 0
+    row.size, row.rank = 2, 0
     batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "other": torch.zeros(shape, dtype=dtype)}
     return divide(batch, row, MODULE)["other"].shape
 

@@ -38,7 +38,7 @@ def attend(
     Raises:
         StepError: If the mask is neither causal nor one of keys.
     """
-    if key.size(-2) != row.part:
+    if key.size(-2) != row.part_length:
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None:
         is_causal, attn_mask = mask_over_whole(row, attn_mask)
@@ -73,9 +73,9 @@ def attend_to_whole(
         return scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
     # Each piece sees the keys up to its own end.
     outputs = []
-    piece = row.part // 2
+    piece = row.part_length // 2
     halves = query.chunk(2, -2)
-    for number, half in zip(row.pieces, halves, strict=True):
+    for number, half in zip(row.piece_numbers, halves, strict=True):
         end = (number + 1) * piece
         # Repetitions of the last position see what it sees.
         repeated = min(max(0, end - row.length), piece - 1)
@@ -132,7 +132,7 @@ def mask_over_whole(row: SequenceRow, mask: Tensor) -> tuple[bool, Tensor | None
         return False, mask
     if queries == 1:
         return False, row.gather(mask, -1)
-    if keys != row.part or queries != row.part:
+    if keys != row.part_length or queries != row.part_length:
         raise StepError(_other_mask(row, mask))
     # 1. The keys that the last query sees. Under a causal mask they are all that any query sees.
     visible, is_plain = _as_truth(mask)
@@ -161,8 +161,8 @@ def _as_truth(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _other_mask(row: SequenceRow, mask: Tensor) -> str:
     return (
-        f"Attention has a mask of shape {list(mask.shape)}, where each process has {row.part} of {row.length} positions"
-        f" (context={row.size}). Such a mask can be causal, the same for all queries, or both. Give"
+        f"Attention has a mask of shape {list(mask.shape)}, where each process has {row.part_length} of {row.length}"
+        f" positions (context={row.size}). Such a mask can be causal, the same for all queries, or both. Give"
         " `scaled_dot_product_attention` any other one, such as a window or a bias of distances, for all keys:"
         " [..., positions of this process, all positions], made from `position_ids` of the batch."
     )

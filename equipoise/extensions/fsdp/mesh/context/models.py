@@ -58,7 +58,7 @@ def _complete(row: SequenceRow, model: Any, args: Any, kwargs: dict[str, Any]) -
     tokens = inputs.get("input_ids")
     if tokens is None:
         tokens = inputs.get("inputs_embeds")
-    if not row.is_divided or tokens is None or tokens.size(1) != row.part:
+    if not row.is_divided or tokens is None or tokens.size(1) != row.part_length:
         return None
     kwargs = dict(kwargs)
     shape = tokens.shape[:2]
@@ -132,7 +132,7 @@ def _mask(
     """
     # Other masks than a causal one, a window and padding may not be left out.
     is_plain = others.get("allow_is_causal_skip", True) or others.get("allow_is_bidirectional_skip", False)
-    are_parts = kv_length == row.part and q_length in (None, row.part)
+    are_parts = kv_length == row.part_length and q_length in (None, row.part_length)
     if others.get("use_vmap", False) or not is_plain or not are_parts:
         raise StepError(
             "A model of transformers has a mask of its own, or keys of earlier calls, which cannot be made for a part"
@@ -160,4 +160,4 @@ def _mask(
     if row.sequences is not None:
         of_keys = row.sequences[:, None]
         mask = mask & (row.own_part(of_keys, 2)[..., None] == of_keys[:, :, None])
-    return mask.expand(batch_size, 1, row.part, row.length)
+    return mask.expand(batch_size, 1, row.part_length, row.length)

@@ -90,7 +90,7 @@ class RowMode(TorchFunctionMode):
 
     def _heads(self, func: Answer, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(func).bind(*args, **kwargs).arguments
-        if arguments["key"].size(0) != self._row.part:
+        if arguments["key"].size(0) != self._row.part_length:
             return func(*args, **kwargs)
         with self._numbers_of_process(arguments["dropout_p"] * arguments.get("training", True)):
             return attend_in_heads(self._row, arguments)
@@ -125,7 +125,7 @@ class RowMode(TorchFunctionMode):
         else:
             seed = int(torch.randint(2**62, (), device="cpu"))
         with torch.random.fork_rng(devices):
-            torch.manual_seed(seed + self._row.place)
+            torch.manual_seed(seed + self._row.rank)
             yield
 
     def _mean(self, func: Answer, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class RowMode(TorchFunctionMode):
             return mean
         self.counts_labels = True
         here = _weight_of_labels(**arguments)
-        everywhere = self._row.add_up(here)
+        everywhere = self._row.all_reduce(here)
         factor = here * self._row.size / everywhere.clamp(min=LEAST)
         # Without a label the mean is no number here, unless no process has one.
         is_nothing = (here == 0) & (everywhere > 0)

@@ -4,6 +4,7 @@ A sequence is cut into 2N pieces for N processes. Process r has the pieces r and
 positions see few keys and late ones many, so all processes have equal work.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ class SequenceRow:
     Attributes:
         group: The processes.
         size: Their number.
-        place: The number of this process among them.
+        rank: The number of this process among them.
         length: The number of positions of the sequences of the present batch. Default: 0, before the first one.
         sequences: Numbers of the sequences that are packed into each sample; (samples, all positions). Default: None,
             each sample is one.
@@ -37,6 +38,7 @@ class SequenceRow:
         ones: The mask of keys that a model received because it was given none. Default: None.
     """
 
+    # What is known of the present batch; a row without a group has it, too.
     length = 0
     sequences: Tensor | None = None
     is_divided = False
@@ -46,7 +48,7 @@ class SequenceRow:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
-        self.place = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
 
     def begin(self, length: int) -> None:
         """Begin a batch.
@@ -68,7 +70,7 @@ class SequenceRow:
             self.leave()
 
     def enter(self, length: int) -> None:
-        """Note that this process computes parts from now on.
+        """Note that this process computes parts from now on, until `leave`: for hooks, which have no `with` block.
 
         Args:
             length: The number of positions of the whole sequences.
@@ -85,14 +87,14 @@ class SequenceRow:
         return self
 
     @property
-    def part(self) -> int:
+    def part_length(self) -> int:
         """The number of positions that each process has, with repetitions of the last one where they do not divide."""
-        return 2 * -(-self.length // (2 * self.size))
+        return 2 * math.ceil(self.length / (2 * self.size))
 
     @property
-    def pieces(self) -> tuple[int, int]:
+    def piece_numbers(self) -> tuple[int, int]:
         """The numbers of the pieces of this process."""
-        return self.place, 2 * self.size - 1 - self.place
+        return self.rank, 2 * self.size - 1 - self.rank
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions in the whole sequence that this process has."""
@@ -105,13 +107,13 @@ class SequenceRow:
             whole: A tensor with all positions.
             dim: Their dimension.
         """
-        missing = self.part * self.size - self.length
+        missing = self.part_length * self.size - self.length
         if missing:
-            # What is computed there is dropped, and finite, as it would not be from zeros under each mask.
+            # What is computed there is dropped. From zeros it would be NaN under some masks, and so would gradients.
             last = whole.narrow(dim, self.length - 1, 1)
             whole = torch.cat([whole, *[last] * missing], dim)
         pieces = whole.chunk(2 * self.size, dim)
-        return torch.cat([pieces[number] for number in self.pieces], dim)
+        return torch.cat([pieces[number] for number in self.piece_numbers], dim)
 
     def check_whole(self, other: Tensor) -> None:
         """Check that attention to another sequence, which is not divided, takes no part of it for the divided one.
@@ -123,11 +125,12 @@ class SequenceRow:
             StepError: If it has as many positions as a part has.
         """
         is_sequence = other.ndim == 3 or (other.ndim == 2 and other.dtype in (torch.int32, torch.int64))
-        if is_sequence and other.size(1) == self.part != self.length:
+        if is_sequence and other.size(1) == self.part_length and self.part_length != self.length:
             raise StepError(
-                f"A tensor of shape {list(other.shape)} is not divided, but has {self.part} positions, as many as each"
-                f" process has of sequences of {self.length} (context={self.size}), so that attention to it would take"
-                " it for a part of them. Pad it to another number of positions, and hide the padding by a mask."
+                f"A tensor of shape {list(other.shape)} is not divided, but has {self.part_length} positions, as many"
+                f" as each process has of sequences of {self.length} (context={self.size}), so that attention to it"
+                " would take it for a part of them. Pad it to another number of positions, and hide the padding by a"
+                " mask."
             )
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
@@ -155,14 +158,14 @@ class SequenceRow:
             return gathered.narrow(dim, 0, self.length)
         return gathered
 
-    def of_all(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all processes, without a graph."""
         here = tensor.detach().contiguous()
         gathered = [torch.empty_like(here) for _ in range(self.size)]
         dist.all_gather(gathered, here, group=self.group)
         return gathered
 
-    def own_sum(self, parts: Sequence[Tensor]) -> Tensor:
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum over the processes of what they have for this one, without a graph.
 
         Args:
@@ -172,7 +175,7 @@ class SequenceRow:
         dist.reduce_scatter(summed, list(parts), group=self.group)
         return summed
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes, without a graph."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self.group)
@@ -180,7 +183,7 @@ class SequenceRow:
 
     def all_true(self, flags: Tensor) -> list[bool]:
         """Return for each flag whether it is true in all processes."""
-        return [count == self.size for count in self.add_up(flags.to(torch.int32)).tolist()]
+        return [count == self.size for count in self.all_reduce(flags.to(torch.int32)).tolist()]
 
 
 class _Gather(torch.autograd.Function):
@@ -188,19 +191,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, row: SequenceRow) -> Tensor:
-        ctx.place = (row, dim)
-        # Each process has a piece from the front and one from the back.
-        halves: list[Tensor] = []
-        for other in row.of_all(part):
-            halves.extend(other.chunk(2, dim))
-        # Those of the beginning ascend, and those of the end descend.
-        return torch.cat([*halves[::2], *halves[::-2]], dim)
+        ctx.row = row
+        ctx.dim = dim
+        # Each process has a piece from the front and one from the back. The latter descend.
+        halves = [other.chunk(2, dim) for other in row.all_gather(part)]
+        front, back = zip(*halves, strict=True)
+        return torch.cat([*front, *reversed(back)], dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        row, dim = ctx.place
-        pieces = gradient.chunk(2 * row.size, dim)
-        # The part of each process.
-        parts = [torch.cat(pair, dim) for pair in zip(pieces[: row.size], reversed(pieces), strict=False)]
-        return row.own_sum(parts), None, None
+        pieces = gradient.chunk(2 * ctx.row.size, ctx.dim)
+        parts = [torch.cat([pieces[rank], pieces[-1 - rank]], ctx.dim) for rank in range(ctx.row.size)]
+        return ctx.row.reduce_scatter(parts), None, None

@@ -165,7 +165,7 @@ class DividedBlocks:
         """Return the bias of distances from the positions of this process to all of them."""
         row = self._row
         # Attention to other keys, and evaluations.
-        if not row.is_divided or keys != row.part:
+        if not row.is_divided or keys != row.part_length:
             bias: Tensor = compute(queries, keys, **options)
             return bias
         if is_causal:

@@ -44,7 +44,7 @@ def combine_parts(row: SequenceRow, result: StepResult, *, counts_labels: bool) 
     weight = result.weight
     # A tensor is a weight that the user has returned.
     if isinstance(weight, Tensor):
-        total = row.add_up(weight)
+        total = row.all_reduce(weight)
         if not counts_labels:
             share = weight / total.clamp(min=LEAST)
         weight = total
@@ -52,7 +52,7 @@ def combine_parts(row: SequenceRow, result: StepResult, *, counts_labels: bool) 
     # 2. The values of all processes, in one exchange: share, loss, the logged values, and their sizes.
     values_here = [entry.value.to(share).sum() for entry in result.logged]
     sizes_here = [torch.full_like(share, entry.batch_size or 0) for entry in result.logged]
-    numbers = row.of_all(torch.stack([share, loss.detach().double(), *values_here, *sizes_here]))
+    numbers = row.all_gather(torch.stack([share, loss.detach().double(), *values_here, *sizes_here]))
     shares, losses, *columns = torch.stack(numbers, 1)
     count = len(result.logged)
     logged = [

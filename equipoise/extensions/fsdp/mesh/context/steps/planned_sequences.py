@@ -43,16 +43,16 @@ class _RowWithoutOthers(SequenceRow):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.place = 0
+        self.rank = 0
 
-    def of_all(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         here = tensor.detach().contiguous()
         return [torch.empty_like(here) for _ in range(self.size)]
 
-    def own_sum(self, parts: Sequence[Tensor]) -> Tensor:
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.empty_like(parts[0])
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
     def all_true(self, flags: Tensor) -> list[bool]:
