@@ -103,7 +103,7 @@ def test_parts_of_equal_bytes_without_names() -> None:
 def test_what_cannot_be_cut_says_so() -> None:
     for strategy, message in (
         (PipelineStrategy(cut_before=["net.9"]), "cut_before names 'net.9', which the training step does not call"),
-        (PipelineStrategy(cut_before=["net.1", "net.2"]), "2 devices need another number of names"),
+        (PipelineStrategy(cut_before=["net.1", "net.2"]), "as many names as there are cuts, 1, not"),
     ):
         (plan,) = plan_strategies(prediction(), layers(), [strategy], [DEVICE] * 2)
         assert plan.reason is not None

@@ -85,9 +85,8 @@ class PipelineStrategy(Strategy):
             process of its own. The process of the last stage has the module, the data, the losses, callbacks and
             checkpoints, and sends the others their layers. The trainer starts the processes, or torchrun or Slurm do,
             also on several machines. Default: "threads".
-        threads: For that engine, whether every device has a thread. Default: if all devices differ. Never for
-            stages on a CPU with `Trainer(activation_checkpointing=...)`, which is how to train such a model with less
-            memory.
+        threads: For that engine, whether every device has a thread. Default: if all devices differ. Stages on a CPU
+            have none with `Trainer(activation_checkpointing=...)`.
         timeout: Seconds for which processes wait for one another before a missing one counts as hung. The first
             process counts as hung, too, if a callback or loader sleeps for so long and computes nothing. Default: 1800.
         replicas: Number of replicas of the network, for engine="processes". The devices are divided among them: the
@@ -169,7 +168,6 @@ class PipelineStrategy(Strategy):
 
     # Where it runs.
 
-    # Losses are computed beside the last stage, so its device is the one that users see.
     @property
     def root_device(self) -> torch.device:
         """The last device, to which batches are copied, and where losses are computed."""
@@ -190,8 +188,11 @@ class PipelineStrategy(Strategy):
         cut_before = self.cut_before
         if cut_before is None and callable(getattr(module, "pipeline_cuts", None)):
             cut_before = list(module.pipeline_cuts())  # type: ignore[operator]
-        if cut_before is not None and len(cut_before) != count * self.stages_per_device - 1:
-            raise ConfigurationError(f"{count} devices need another number of names than cut_before={cut_before}")
+        num_cuts = count * self.stages_per_device - 1
+        if cut_before is not None and len(cut_before) != num_cuts:
+            raise ConfigurationError(
+                f"{count} devices need cut_before with as many names as there are cuts, {num_cuts}, not {cut_before}"
+            )
         planned = stage_loads(
             count,
             self.stages_per_device,
@@ -217,9 +218,13 @@ class PipelineStrategy(Strategy):
             num_devices = len(devices)
         # The first stage begins where the network does, so it has no entry.
         num_cuts = num_devices * self.stages_per_device - 1
-        of_replica = " of each replica" * (self.replicas > 1)
-        stages = "a stage" if self.stages_per_device == 1 else self.stages_per_device
-        plan = f"{num_devices} devices{of_replica}, {stages} on each"
+        plan = f"{num_devices} devices"
+        if self.replicas > 1:
+            plan += " of each replica"
+        if self.stages_per_device == 1:
+            plan += ", a stage on each"
+        else:
+            plan += f", {self.stages_per_device} on each"
         check_entries("cut_before", self.cut_before, num_cuts, plan)
         check_entries("speeds", self.speeds, num_devices, plan)
         check_entries("link_speeds", self.link_speeds, num_devices, plan)
@@ -246,29 +251,15 @@ class PipelineStrategy(Strategy):
         set_device_of(module, self.root_device)
         self._module = module
 
-        # 2. Connect with the processes of other stages.
+        # 2. Continue the random numbers of earlier runs in the processes of other stages.
         client = None if self._launch is None else self._launch.processes
-        devices = tuple(self.devices)
-        measured_on = None
         if client is not None:
             client.seeds.steps = self._steps
-            devices = tuple(client.commands.devices)
-            # The devices of other processes cannot be measured from here.
-            measured_on = self.root_device
 
         # 3. Intercept calls of the network from now on.
-        options = CutOptions(
-            devices=devices * self.stages_per_device,
-            measured_on=measured_on,
-            schedule=self.schedule,
-            micro_batches=self._num_micro_batches(len(devices)),
-            stages_per_device=self.stages_per_device,
-            speeds=self.speeds,
-            links=[1 / (speed * 2**20) for speed in self.link_speeds or ()],
-        )
         network = StagedNetwork(
             module,
-            options,
+            self._cut_options(client),
             self.cut_before,
             threads=self.threads,
             training=self._is_training,
@@ -278,6 +269,23 @@ class PipelineStrategy(Strategy):
         )
         self._run = self._new_run(network, module, client)
         network.cover()
+
+    def _cut_options(self, client: StageClient | None) -> CutOptions:
+        devices = tuple(self.devices)
+        measured_on = None
+        if client is not None:
+            devices = tuple(client.commands.devices)
+            # The devices of other processes cannot be measured from here.
+            measured_on = self.root_device
+        return CutOptions(
+            devices=devices * self.stages_per_device,
+            measured_on=measured_on,
+            schedule=self.schedule,
+            micro_batches=self._num_micro_batches(len(devices)),
+            stages_per_device=self.stages_per_device,
+            speeds=self.speeds,
+            links=[1 / (speed * 2**20) for speed in self.link_speeds or ()],
+        )
 
     def _common_cut(self) -> CommonCut | None:
         """Return the cut of all replicas; None if there is one replica."""
@@ -420,9 +428,10 @@ class PipelineStrategy(Strategy):
             if batch.timeline is not None:
                 self.timeline = batch.timeline
         run.follow = batch.follow
-        # On one device, too, the hook sees several batches as they are weighed before the end of their window.
-        has_several_batches = step.window is not None and step.window.parts > 1
-        if not last or (has_several_batches and run.backend is None):
+        # `finish_gradients` runs the hook of a window's last backward, when gradients are weighed. With several batches
+        # the hook sees them before that, as on one device.
+        is_one_of_several = step.window is not None and step.window.parts > 1 and run.backend is None
+        if not last or is_one_of_several:
             run.follow_backward()
         # All micro-batches log by the module's own metrics, so each metric is its own original.
         return step.merge(results, sizes, self.root_device, original=lambda metric: metric)
@@ -516,5 +525,4 @@ class PipelineStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; see `Strategy`. A timeline stays in the process of its run."""
-        # A timeline belongs to a run, but is readable after its end.
         return {**super().__getstate__(), "timeline": None}
