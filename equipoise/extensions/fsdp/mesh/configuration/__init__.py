@@ -1,1 +1,1 @@
-"""What `configure_model` does to a module whose layers it cuts over a row of processes."""
+"""The hook `configure_model` and the layers that it cuts over a row of processes."""

@@ -155,17 +155,17 @@ def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Par
     Args:
         parameters: The parameters that it has now, by name.
     """
-    wholes: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for parameter in parameters.values():
         if isinstance(parameter, DTensor):
             # As in all parameters after an error, values read as NaN.
             missing = float("nan") if parameter.is_floating_point() else 0
             element = torch.full((), missing, dtype=parameter.dtype)
-            whole = nn.Parameter(element.expand(parameter.shape), parameter.requires_grad)
-            copy_marks(whole, parameter)
-            wholes[id(parameter)] = whole
+            replacement = nn.Parameter(element.expand(parameter.shape), parameter.requires_grad)
+            copy_marks(replacement, parameter)
+            replacements[id(parameter)] = replacement
     replaced = {}
     for name, parameter in parameters.items():
         # A tied parameter stays tied.
-        replaced[name] = wholes.get(id(parameter), parameter)
+        replaced[name] = replacements.get(id(parameter), parameter)
     return replaced
