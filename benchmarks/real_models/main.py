@@ -49,8 +49,8 @@ SECTIONS: dict[str, Callable[[], list[Model]]] = {
     "torch_geometric": geometric_models,
 }
 COLUMNS = (
-    *("model", "parameters", "cut before", "slowest / mean", "best possible", "as it ran", "memory", "time", "whole"),
-    *(*ENGINES, "seconds"),
+    *("model", "parameters", "followed by", "cut before", "slowest / mean", "best possible", "as it ran", "memory"),
+    *("time", "whole", *ENGINES, "seconds"),
 )
 
 
@@ -114,12 +114,13 @@ class Row:
         """The line of the table."""
         found = self.record.get("engines", {})
         cut = next((found[engine]["cut"] for engine in ENGINES if "cut" in found.get(engine, {})), None)
-        described = [""] * 7
+        described = [""] * 8
         if cut is not None:
             costs = found.get("threads", {}).get("costs", {})
             measured = [f"{cut['best_to_mean']:.2f}" if "best_to_mean" in cut else ""]
             measured += [f"{costs[name]:.2f}" if name in costs else "" for name in ("to_mean", "memory", "time")]
-            described = [", ".join(cut["names"]), f"{cut['to_mean']:.2f}", *measured, str(len(cut["opaque"]))]
+            described = [cut.get("followed_by", ""), ", ".join(cut["names"])]
+            described += [f"{cut['to_mean']:.2f}", *measured, str(len(cut["opaque"]))]
         parameters = self.record.get("parameters")
         size = "" if parameters is None else f"{parameters:,}"
         states = [self._state(engine) for engine in ENGINES]

@@ -169,6 +169,7 @@ class _Notes(L.Callback):
         traces = [trace for traces in network._traces._compared.values() for trace in traces]
         opaque = {name: reason for trace in traces for name, reason in trace.opaque.items()}
         notes = {
+            "followed_by": "recording" if network._stacked is None else "stack",
             "names": network.cut.first_blocks[1:],
             "to_mean": max(times) * len(times) / sum(times),
             "opaque": opaque,
