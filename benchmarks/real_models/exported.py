@@ -73,7 +73,7 @@ def read(records: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def is_equal(row: dict[str, Any]) -> bool:
-    """Whether training by torch.export has ended as that by the forward, in the same batches, within the bound."""
+    """Return whether training by torch.export has ended as that by the forward, in the same batches, within the bound."""
     deviations = row.get("deviations", {})
     most = MOST_IN_SINGLE_PRECISION if row.get("single_precision") else MOST
     in_micro_batches = row.get("micro_batches_by_both", deviations.get("micro-batches", float("inf")))
@@ -81,7 +81,7 @@ def is_equal(row: dict[str, Any]) -> bool:
 
 
 def is_equal_by(row: dict[str, Any], way: str) -> bool:
-    """Whether training in a pipeline has ended so: in that of today ("pipeline"), or by its stack alone ("stack")."""
+    """Return whether training in a pipeline has ended so: in that of today ("pipeline"), or by its stack alone ("stack")."""
     most = MOST_IN_SINGLE_PRECISION if row.get("single_precision") else MOST
     return row.get(way, {}).get("deviation", float("inf")) <= most
 

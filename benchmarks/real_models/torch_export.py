@@ -75,7 +75,7 @@ class Graph:
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether torch.export allows the tensors of a call: its guards are about sizes."""
+        """Return whether torch.export allows the tensors of a call: its guards are about sizes."""
         try:
             getattr(self.module, "_guards_fn", _allow)(*tensors)
         except AssertionError:
