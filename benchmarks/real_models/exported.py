@@ -63,7 +63,7 @@ def _write(records: Path, section: str, model: Model, /, **found: Any) -> None:
 
 
 def read(records: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What is known of each model, by its section and its name. A later line counts more than an earlier one."""
+    """Return what is known of each model, by its section and its name. A later line counts more than an earlier one."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if records.exists():
         for line in records.read_text().splitlines():
@@ -73,7 +73,7 @@ def read(records: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def is_equal(row: dict[str, Any]) -> bool:
-    """Return whether training by torch.export has ended as that by the forward, in the same batches, within the bound."""
+    """Return whether training by torch.export has ended as by the forward, in the same batches, within the bound."""
     deviations = row.get("deviations", {})
     most = MOST_IN_SINGLE_PRECISION if row.get("single_precision") else MOST
     in_micro_batches = row.get("micro_batches_by_both", deviations.get("micro-batches", float("inf")))
@@ -81,7 +81,7 @@ def is_equal(row: dict[str, Any]) -> bool:
 
 
 def is_equal_by(row: dict[str, Any], way: str) -> bool:
-    """Return whether training in a pipeline has ended so: in that of today ("pipeline"), or by its stack alone ("stack")."""
+    """Return whether training in a pipeline has ended so: "pipeline", as it is; "stack", without its recorder."""
     most = MOST_IN_SINGLE_PRECISION if row.get("single_precision") else MOST
     return row.get(way, {}).get("deviation", float("inf")) <= most
 
@@ -89,8 +89,8 @@ def is_equal_by(row: dict[str, Any], way: str) -> bool:
 # Tables.
 
 COLUMNS = (
-    *("model", "exported", "outputs", "whole batches", "micro-batches", "calls", "second half", "its gradients"),
-    *("seconds", "today", "recordings", "seconds today", "without export"),
+    *("model", "exported", "outputs", "whole batches", "micro-batches", "in submodules", "second half", "gradients"),
+    *("seconds", "pipeline", "its weights", "recordings", "of seconds", "stack alone"),
 )
 
 
@@ -110,6 +110,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         _number(cut.get("deviation")),
         f"{row['seconds']:.1f}" if "seconds" in row else "",
         today.get("followed_by", "") or "refused",
+        _number(today.get("deviation")),
         str(len(today.get("recordings", []))),
         f"{today['recordings'][0]:.2f}" if today.get("recordings") else "",
         _number(row["stack"].get("deviation")) or "refused" if "stack" in row else "",
@@ -131,18 +132,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             head = [list(COLUMNS), ["---"] * len(COLUMNS)]
             lines += [f"{section}:", "", *(f"| {' | '.join(each)} |" for each in (*head, *map(cells, those))), ""]
     for row in rows:
-        for name in ("refused for any size", "refused"):
-            if name in row:
-                lines.append(f"- {row['section']}, {row['model']}, {name}: {row[name]}")
+        # A model that is refused for one size as well is refused for any.
+        name = "refused" if "refused" in row else "refused for any size"
+        if name in row:
+            lines.append(f"- {row['section']}, {row['model']}, {name}: {row[name]}")
         if "micro_batches_by_both" in row:
             by_forward, by_both = row["micro_batches_by_forward"], row["micro_batches_by_both"]
             lines.append(
-                f"- {row['section']}, {row['model']}: its own forward in these micro-batches has {by_forward:.1e}, and"
+                f"- {row['section']}, {row['model']}: its own forward in these micro-batches has {by_forward:.1e};"
                 f" torch.export deviates from that by {_number(by_both)}"
             )
+        if not row.get("ended"):
+            lines.append(f"- {row['section']}, {row['model']}: did not end in its time")
         for way in ("pipeline", "stack"):
             for name in ("refused", "failed"):
-                if name in row.get(way, {}):
+                if way in row and name in row[way]:
                     lines.append(f"- {row['section']}, {row['model']}, {way} {name}: {row[way][name]}")
     return "\n".join(lines) + "\n"
 

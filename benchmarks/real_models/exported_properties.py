@@ -38,7 +38,7 @@ from equipoise.extensions.pipeline.graph.training_modes import modes_of
 
 @dataclass
 class Outcome:
-    """What a training has left.
+    """Values and the error that a training has left.
 
     Attributes:
         found: Values by what they are: weights, buffers, logged values, generators and so on.
@@ -96,7 +96,7 @@ class _Exports(Callback):
 
 
 def _conditions(network: nn.Module, structure: CallStructure) -> tuple[Any, ...]:
-    """What the pipeline compares before it takes what was recorded: all that a program can see from outside."""
+    """Return what a pipeline can compare before it takes a graph: all that is visible from outside."""
     plain = []
     for module in network.modules():
         values = vars(module).items()
@@ -173,14 +173,15 @@ def _same(batch: Any) -> Any:
 
 
 def _described(error: Exception) -> str:
-    """The first line of an error, and whether it shows the user's line."""
-    text = "".join(traceback.format_exception(error))
-    shows_line = any(part in text for part in ('property_networks.py", line', "property_networks.py:"))
+    """The first line of an error, and whether it shows the line of a forward."""
+    frames = traceback.extract_tb(error.__traceback__)
+    in_forward = [frame for frame in frames if frame.filename.endswith("property_networks.py")]
+    shows_line = any(frame.name != "training_step" for frame in in_forward) or ".forward, line " in str(error)
     return first_line(error)[:160] + ("" if shows_line else " (without the user's line)")
 
 
 def difference(expected: Outcome, actual: Outcome, most: float) -> str:
-    """What differs, in words; empty if nothing does."""
+    """Describe what differs; empty if nothing does."""
     if actual.error != expected.error:
         return actual.error or "no error"
     parts = []

@@ -25,7 +25,7 @@ class DiffersFromForward(Exception):
 
 @dataclass
 class _Trace:
-    """What a call computes and leaves.
+    """Values that a call computes and leaves.
 
     Attributes:
         outputs: Its tensors.
