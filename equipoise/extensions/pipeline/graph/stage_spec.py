@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from equipoise.extensions.pipeline.graph.stages import StageProgram
+from equipoise.extensions.pipeline.graph.stages import StageProgram, with_user_lines
 
 __all__ = ["StageSpec", "describe", "find_part", "parameters_and_buffers", "rebuild", "used_parts"]
 
@@ -28,11 +28,11 @@ class StageSpec(NamedTuple):
     """A stage without its layers, which does not build the network's output.
 
     Attributes:
-        calls: For each node of its graph the operation, the node's name, the target and the arguments.
+        calls: For each node of its graph the operation, the node's name, the target, the arguments and the user's line.
         outputs: See `StageProgram`.
     """
 
-    calls: tuple[tuple[str, str, Any, Any, Any], ...]
+    calls: tuple[tuple[str, str, Any, Any, Any, str], ...]
     outputs: tuple[str, ...]
 
 
@@ -46,7 +46,7 @@ def describe(program: StageProgram) -> StageSpec:
     for node in program.graph.nodes:
         # Nodes belong to a graph, which stays in this process.
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _reference_to)
-        calls.append((node.op, node.name, node.target, args, kwargs))
+        calls.append((node.op, node.name, node.target, args, kwargs, node.meta.get("line", "")))
     return StageSpec(tuple(calls), program.outputs)
 
 
@@ -69,12 +69,13 @@ def rebuild(
             return nodes[leaf.name]
         return leaf
 
-    for operation, name, target, args, kwargs in spec.calls:
+    for operation, name, target, args, kwargs, line in spec.calls:
         args_here, kwargs_here = map_aggregate((args, kwargs), referred)
         nodes[name] = graph.create_node(operation, target, args_here, kwargs_here, name)
+        nodes[name].meta["line"] = line
 
     # 2. Compile them with the layers.
-    return StageProgram(fx.GraphModule(dict(parts), graph).forward, spec.outputs, graph)
+    return StageProgram(with_user_lines(fx.GraphModule(dict(parts), graph)), spec.outputs, graph)
 
 
 def used_parts(

@@ -5,9 +5,10 @@ connections and tuples therefore pass through the stages between.
 """
 
 import enum
+import linecache
 import numbers
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "plain_items",
     "taking_inputs",
     "tensors_of",
+    "with_user_lines",
 ]
 
 # For a stage and a call the module that replaces the network's own there; None: the network's own.
@@ -203,9 +205,30 @@ def _make_stage(
     program = fx.GraphModule(traced.root, graph)
     program.training = traced.root.training
     _replace_targets(program, replacements)
+    run = with_user_lines(program)
     if outputs is None:
-        return StageProgram(partial(_run_last, program.forward, traced.output), (), graph)
-    return StageProgram(program.forward, tuple(node.name for node in outputs), graph)
+        return StageProgram(partial(_run_last, run, traced.output), (), graph)
+    return StageProgram(run, tuple(node.name for node in outputs), graph)
+
+
+def with_user_lines(program: fx.GraphModule) -> Callable[..., Any]:
+    """Return the forward of compiled calls, whose errors have a note with the user's line that makes the call."""
+    lines = {node.name: node.meta["line"] for node in program.graph.nodes if node.meta.get("line")}
+    return partial(_run_with_lines, program.forward, lines)
+
+
+def _run_with_lines(run: Callable[..., Any], lines: Mapping[str, str], *inputs: Any) -> Any:
+    try:
+        return run(*inputs)
+    except Exception as error:
+        # The frame of the compiled calls is the next one. Each of its lines assigns the value of one call.
+        frame = error.__traceback__ and error.__traceback__.tb_next
+        if frame:
+            source = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+            line = lines.get(source.partition("=")[0].strip())
+            if line:
+                error.add_note(f"The call is that of {line}.")
+        raise
 
 
 def _run_last(run: Callable[..., Any], output: OutputStructure, *inputs: Any) -> Any:

@@ -106,6 +106,40 @@ def test_an_error(place: str, stage: int, devices: int, plan: Any) -> None:
     nobody_is_left()
 
 
+class Looking(nn.Module):
+    """Look up rows, of which there are five."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rows, self.last = nn.Linear(3, 8), nn.Embedding(5, 8), nn.Linear(8, 1)
+
+    def forward(self, features: Tensor, indices: Tensor) -> Tensor:
+        hidden: Tensor = self.first(features).relu()
+        hidden = hidden + self.rows(indices)
+        return self.last(hidden)
+
+
+class LookingModule(Faulty):
+    def __init__(self) -> None:
+        super().__init__("", raises, 0)
+        self.net = Looking()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(*batch).square().mean()
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("cut", ["net.rows", "net.last"])
+def test_an_error_of_torch_names_the_line_of_the_user(engine: Any, cut: str) -> None:
+    """In the last stage as in one of a process of its own, where the calls are built anew."""
+    strategy = PipelineStrategy(engine=engine, micro_batches=2, cut_before=[cut])
+    run = Trainer(strategy=strategy, devices=["cpu"] * 2, **{**QUIET, "max_epochs": 1})
+    batches = [(torch.randn(4, 3), torch.tensor([0, 1, 2, last])) for last in (3, 4, 5)]
+    with pytest.raises(IndexError) as caught:
+        run.fit(LookingModule(), DataLoader(batches, batch_size=None))
+    assert "`hidden = hidden + self.rows(indices)`" in "".join(caught.value.__notes__)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_process_that_is_killed(place: str, stage: int) -> None:
