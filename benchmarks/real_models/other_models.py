@@ -20,7 +20,11 @@ The cut is predicted for the first batch, and the stages' costs are measured in 
 """
 IMAGES_WITHOUT_SINGLES = (4, 4, 5)
 """The same, with more than one sample in each micro-batch: BatchNorm of torch is wrong for one; see README."""
-WITHOUT_SINGLES = ("levit_128s", "tiny_vit_5m_224", "xcit_nano_12_p16_224")
+WITHOUT_SINGLES = {
+    *(("timm", name) for name in ("levit_128s", "tiny_vit_5m_224", "xcit_nano_12_p16_224")),
+    *(("timm", name) for name in ("efficientnet_b0", "rexnet_100")),
+    ("torchvision", "regnet_y_400mf"),
+}
 
 TIMM = (
     *("resnet18", "resnet50", "efficientnet_b0", "convnext_atto", "mobilenetv3_small_050", "regnetx_002"),
@@ -118,7 +122,7 @@ def make_torchvision(name: str) -> nn.Module:
 def _of_images(name: str, library: str, make: Callable[[str], nn.Module]) -> Model:
     batch = partial(image, SIDES.get(name, SIDE))
     first_step = SHORT_STEPS.get((library, name), 1e-3)
-    sizes = IMAGES_WITHOUT_SINGLES if name in WITHOUT_SINGLES else IMAGES
+    sizes = IMAGES_WITHOUT_SINGLES if (library, name) in WITHOUT_SINGLES else IMAGES
     return Model(name, library, partial(make, name), batch, sizes=sizes, first_step=first_step)
 
 
