@@ -33,7 +33,7 @@ class _Devices:
 _devices = _Devices()
 
 
-class _Entry(ledger._Entry):
+class _Entry(ledger.Entry):
     __slots__ = ()
 
     def __init__(self, tensor: Tensor, *args: Any) -> None:
@@ -61,7 +61,7 @@ def devices_apart() -> Iterator[None]:
     with (
         mock.patch.object(threaded_engine.StepRun, "compute", noted),
         mock.patch.object(stage_graphs, "to_device", lambda tensor, device: tensor.clone()),
-        mock.patch.object(ledger, "_Entry", _Entry),
+        mock.patch.object(ledger, "Entry", _Entry),
     ):
         yield
     _devices.homes.clear()
