@@ -12,7 +12,7 @@ import torch
 
 from equipoise.interop.torch.dispatch import OperationWatch
 from tests import conftest
-from tests.conftest import Surroundings, threads_that_stay
+from tests.support.surroundings import Surroundings, threads_that_stay
 
 
 class Queue:

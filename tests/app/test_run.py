@@ -259,7 +259,6 @@ def test_a_fit_goes_on_from_nothing_only_where_it_is_started_again(project, equi
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_last_in_a_folder_named_by_hand(project, equipoise):
     equipoise("fit", "hydra.run.dir=here")
     equipoise("fit", "trainer.max_epochs=9", "module._target_=tiny.module.Line")  # newer, elsewhere
@@ -271,7 +270,6 @@ def test_last_in_a_folder_named_by_hand(project, equipoise):
     assert not list(run.glob("metrics_*.csv"))
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(project, equipoise):
     equipoise("fit", "hydra.run.dir=here")
     equipoise("fit", "hydra.run.dir=here")
@@ -281,7 +279,6 @@ def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(proje
     assert steps[0] == steps[1] != []
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -493,7 +490,6 @@ def elsewhere():
 
 
 @pytest.mark.whole_package
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_run_elsewhere(project, equipoise, elsewhere):
     """All files of a run, its continuation, its evaluation and its predictions."""
     place = "output_dir=memory://run"

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 MODULES = ("main", "launches")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

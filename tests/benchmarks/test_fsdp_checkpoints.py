@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 
 @pytest.fixture

@@ -9,10 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.benchmarks.conftest import Scripts
-from tests.conftest import ignoring
-
-pytestmark = ignoring()
+from tests.support.benchmarks import Scripts
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.conftest import BENCHMARKS, Scripts
+from tests.support.benchmarks import BENCHMARKS, Scripts
 from tests.support.programs import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore")

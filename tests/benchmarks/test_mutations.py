@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 SOURCE = '''"""Docstring: 1 < 2."""
 from typing import TYPE_CHECKING

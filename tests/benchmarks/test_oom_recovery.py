@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_collections")]
 

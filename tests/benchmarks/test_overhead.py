@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 

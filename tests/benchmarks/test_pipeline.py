@@ -12,7 +12,7 @@ import torch
 
 from equipoise.extensions.pipeline.planning.stage_costs import Block
 from equipoise.extensions.pipeline.schedule.simulation import simulate
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equipoise.extensions.pipeline.planning.stage_costs import Block
-from tests.benchmarks.conftest import BENCHMARKS, Scripts
+from tests.support.benchmarks import BENCHMARKS, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.conftest import BENCHMARKS
+from tests.support.benchmarks import BENCHMARKS
 
 # Programs are forked, which needs a process that has computed nothing.
 SAMPLE = """

@@ -6,7 +6,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from tests.benchmarks.conftest import Scripts
+from tests.support.benchmarks import Scripts
 
 TESTS = """
 import sys

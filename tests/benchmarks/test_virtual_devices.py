@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.virtual_devices.kills import plan
 from benchmarks.virtual_devices.main import differences
-from tests.benchmarks.conftest import BENCHMARKS
+from tests.support.benchmarks import BENCHMARKS
 from tests.support.programs import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore")

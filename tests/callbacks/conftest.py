@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from equipoise.callbacks.progress import progress_bar
-from tests.conftest import threads_that_stay
 from tests.support.callback_runs import Clock
+from tests.support.surroundings import threads_that_stay
 from tests.support.terminal import Terminal
 
 _ENVIRONMENT = ("NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE", "COLUMNS", "LINES", "JUPYTER_COLUMNS")

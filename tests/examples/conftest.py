@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.conftest import equipoise, no_trace
+from tests.support.commands import equipoise, no_trace
 
 __all__ = ["equipoise", "no_trace"]
 

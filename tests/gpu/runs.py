@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import Strategy, Trainer
+from tests.support.batches import CLASSES, FEATURES, TOKENS, Batches
 from tests.support.quiet import QUIET
-from tests.test_transparency import CLASSES, FEATURES, TOKENS, Batches
 
 __all__ = ["CPU", "GPU", "QUIET", "Classifier", "fit", "loader", "weights"]
 

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from equipoise.extensions.compiled.interop.compiling import why_not_compiled
 from equipoise.extensions.compiled.interop.features import CAPTURE
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, Classifier, fit, weights
 
 # A warning, which is an error here, would say that a step stays eager.
 pytestmark = [
-    *ignoring("Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.skipif(why_not_compiled(CAPTURE) is not None, reason="torch cannot trace a step"),
 ]
 

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from equipoise import Trainer
 from equipoise.extensions.compiled.interop.compiling import why_not_compiled
 from equipoise.extensions.compiled.interop.features import COMPILE_BLOCKS
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader, weights
 
 # A warning, which is an error here, would say that a block stays eager.
 pytestmark = [
-    *ignoring("An epoch has"),
     pytest.mark.not_simulated("no compiler"),
     pytest.mark.slow,
     pytest.mark.skipif(why_not_compiled(COMPILE_BLOCKS) is not None, reason="torch cannot compile a block"),

@@ -13,12 +13,9 @@ from equipoise import MemoryLogger, NoGradEvaluation, OOMRecovery, RunReport, Tr
 from equipoise.memory.devices import PeakMeter, list_devices, read_memory, reset_peak
 from equipoise.memory.profile.ledger import Ledger
 from tests.callbacks.evaluation.test_no_grad_evaluation import assert_same, trained
-from tests.conftest import ignoring
 from tests.extensions.pipeline.planning.test_profile import Assertive, Mixing, check_weights
 from tests.gpu.runs import GPU, Classifier, fit
 from tests.memory.profile.test_ledger import held_before, mlp, optimizer_of, watched_step
-
-pytestmark = ignoring("An epoch has", "Checkpoint directory .* exists and is not empty")
 
 MIB = 2**20
 

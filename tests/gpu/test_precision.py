@@ -8,13 +8,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from equipoise.precision import make_precision
-from tests.conftest import ignoring
 from tests.gpu.runs import CPU, Classifier, fit, weights
 from tests.test_precision import NAMES, make_batches, make_module
 from tests.test_precision import Classifier as Convolution
 from tests.test_precision import fit as fit_by_hand
-
-pytestmark = ignoring()
 
 
 class Placed(Convolution):

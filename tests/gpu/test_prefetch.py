@@ -8,11 +8,10 @@ import torch
 
 from equipoise import Trainer
 from equipoise.trainer.data.prefetch import Prefetch
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader
 from tests.gpu.test_waits import FIRST, STEPS, Guard
 
-pytestmark = ignoring("An epoch has", "Synchronization debug mode is a prototype")
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 
 LARGE = [4096, 4096, 1000, 4096]
 

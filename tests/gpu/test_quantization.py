@@ -10,13 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Float8Training, Quantization, Trainer
 from equipoise.extensions.quantization.quantized_linear import quantized_layers
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET
 
-pytestmark = [
-    *ignoring("An epoch has"),
-    pytest.mark.not_simulated("no kernels of bitsandbytes and torchao"),
-]
+pytestmark = pytest.mark.not_simulated("no kernels of bitsandbytes and torchao")
 
 PACKAGES = {"nf4": "bitsandbytes", "fp4": "bitsandbytes", "int8": "torchao"}
 

@@ -10,15 +10,15 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from equipoise import OOMRecovery
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, Classifier, fit
 from tests.simulated.devices.installation import extension, is_installed
-from tests.test_transparency import CLASSES, FEATURES, TOKENS, assert_same
+from tests.support.batches import CLASSES, FEATURES, TOKENS
+from tests.support.one_device import assert_same_run
 
-pytestmark = ignoring(
-    "Batch \\d+ of \\d+ samples.* ran out of memory",
-    "Measuring continues with at most",
-    "cuda.0 .* ran out of memory and receives fewer samples from now on",
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:Batch \d+ of \d+ samples.* ran out of memory",
+    "ignore:Measuring continues with at most",
+    "ignore:cuda.0 .* ran out of memory and receives fewer samples from now on",
 )
 
 MIB = 2**20
@@ -94,7 +94,7 @@ def recovered(make: Any, **options: Any) -> OOMRecovery:
     expected = fit(make, sizes=SIZES, callbacks=[measuring], **options)
     recovery = OOMRecovery()
     actual = fit(make, sizes=SIZES, callbacks=[recovery, Limit(measuring.needed)], **options)
-    assert_same(expected, actual, TOLERANCE)
+    assert_same_run(expected, actual, TOLERANCE)
     assert recovery.events
     assert {event.device for event in recovery.events} == {"cuda:0"}
     assert all(event.requested is not None and event.requested > 0 for event in recovery.events)

@@ -14,10 +14,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.utilities import dim_zero_cat
 
 from equipoise import PipelineStrategy, Strategy, Trainer
-from tests.conftest import ignoring
 from tests.gpu.runs import CPU, GPU, QUIET
 
-pytestmark = ignoring("The checkpoint holds states of callbacks that are missing")
+pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks that are missing")
 
 FEATURES, CLASSES, SAMPLES, BATCH = 6, 3, 40, 4
 STEPS = 10  # of an epoch, after one of which the run is interrupted

@@ -11,16 +11,12 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu.measuring import Setting
 from benchmarks.gpu.meshes import meshes
 from equipoise import FSDPStrategy, Trainer
-from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.mesh_modules import Cut
 from tests.extensions.fsdp.programs import STEP, Net, assert_close, loader, make, weights_of
 from tests.gpu.runs import CPU, GPU, QUIET
 
-pytestmark = [
-    *ignoring(r"\w+ has a `validation_step`, but"),
-    pytest.mark.not_simulated("no NCCL"),
-]
+pytestmark = pytest.mark.not_simulated("no NCCL")
 
 SECOND_GPU = torch.device("cuda", 1)
 # Kernels of a GPU add numbers in another order than the CPU.

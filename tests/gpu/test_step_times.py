@@ -9,11 +9,10 @@ from torch import Tensor
 from equipoise import StepTimes, Trainer
 from equipoise.extensions.timing.device_times import DeviceTimes
 from equipoise.extensions.timing.parts import COMPUTATION, FORWARD
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET, Classifier, loader
 from tests.gpu.test_waits import train
 
-pytestmark = ignoring("An epoch has", "Synchronization debug mode is a prototype")
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 
 STEPS = 300
 

@@ -12,22 +12,10 @@ from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DDPStrategy, PipelineStrategy, Strategy, Trainer
 from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES
-from tests.conftest import ignoring
 from tests.gpu.runs import CPU, GPU, QUIET, fit, loader
-from tests.test_transparency import (
-    FEATURES,
-    TOKENS,
-    Batches,
-    Convolution,
-    Manual,
-    Masked,
-    Mlp,
-    Recurrent,
-    Tied,
-    assert_same,
-)
-
-pytestmark = ignoring()
+from tests.support.batches import FEATURES, TOKENS, Batches
+from tests.support.networks.transparency import Convolution, Manual, Masked, Mlp, Recurrent, Tied
+from tests.support.one_device import assert_same_run
 
 # Kernels of a GPU add numbers in another order than the CPU, and the optimiser makes the differences larger.
 TOLERANCE = 1e-10
@@ -60,7 +48,7 @@ class Several(Mlp):
 @pytest.mark.parametrize("make", [Mlp, Convolution, Recurrent, Tied, Masked, Several], ids=lambda make: make.__name__)
 def test_training_equals_that_of_the_cpu(make: type[LightningModule], name: str) -> None:
     strategy, parts = STRATEGIES[name]
-    assert_same(fit(make, CPU), fit(make, strategy=strategy(), parts=parts), TOLERANCE)
+    assert_same_run(fit(make, CPU), fit(make, strategy=strategy(), parts=parts), TOLERANCE)
 
 
 @pytest.mark.quick_cases(6)
@@ -69,7 +57,7 @@ def test_training_equals_that_of_the_cpu(make: type[LightningModule], name: str)
 def test_options_of_the_trainer(name: str, options: str) -> None:
     strategy, parts = STRATEGIES[name]
     expected = fit(Mlp, CPU, **OPTIONS[options])
-    assert_same(expected, fit(Mlp, strategy=strategy(), parts=parts, **OPTIONS[options]), TOLERANCE)
+    assert_same_run(expected, fit(Mlp, strategy=strategy(), parts=parts, **OPTIONS[options]), TOLERANCE)
 
 
 class Deep(Mlp):
@@ -85,13 +73,13 @@ class Deep(Mlp):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_of_the_pipeline(schedule: str) -> None:
     strategy = PipelineStrategy(micro_batches=4, schedule=schedule)
-    assert_same(fit(Deep, CPU), fit(Deep, strategy=strategy, parts=2), TOLERANCE)
+    assert_same_run(fit(Deep, CPU), fit(Deep, strategy=strategy, parts=2), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["single_device", "balanced, forward alone"])
 def test_manual_optimization(name: str) -> None:
     strategy, parts = STRATEGIES[name]
-    assert_same(fit(Manual, CPU), fit(Manual, strategy=strategy(), parts=parts), TOLERANCE)
+    assert_same_run(fit(Manual, CPU), fit(Manual, strategy=strategy(), parts=parts), TOLERANCE)
 
 
 class Normed(Mlp):
@@ -107,7 +95,7 @@ class Normed(Mlp):
 def test_batch_statistics() -> None:
     expected = fit(Normed, CPU)
     actual = fit(Normed)
-    assert_same(expected, actual, TOLERANCE)
+    assert_same_run(expected, actual, TOLERANCE)
     for expected_buffer, buffer in zip(expected[0].buffers(), actual[0].buffers(), strict=True):
         torch.testing.assert_close(buffer.cpu(), expected_buffer, rtol=TOLERANCE, atol=TOLERANCE)
 

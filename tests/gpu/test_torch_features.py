@@ -8,11 +8,11 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from equipoise import PipelineStrategy
-from tests.conftest import ignoring
 from tests.gpu.runs import CPU, Classifier, fit
-from tests.test_transparency import Mlp, assert_same
+from tests.support.networks.transparency import Mlp
+from tests.support.one_device import assert_same_run
 
-pytestmark = ignoring("This instance was constructed with capturable=True")
+pytestmark = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
 
 TOLERANCE = 1e-10
 
@@ -44,7 +44,7 @@ def test_fused_optimizers(case: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}], ids=str)
 def test_optimizers_that_the_trainer_fuses(options: dict[str, Any]) -> None:
     expected = fit(Classifier, CPU, **options)
-    assert_same(expected, fit(Classifier, fused_optimizer=True, **options), TOLERANCE)
+    assert_same_run(expected, fit(Classifier, fused_optimizer=True, **options), TOLERANCE)
 
 
 @pytest.mark.parametrize("case", [*CAPTURABLE, *TENSOR_RATES], ids=named)
@@ -64,7 +64,7 @@ def compare(case: Any, options: dict[str, Any], tolerance: float = TOLERANCE) ->
         return kind(parameters, **{"lr": 0.01, **of_optimizer})
 
     expected = fit(lambda: Classifier(plain), CPU, **options)
-    assert_same(expected, fit(lambda: Classifier(with_options), **options), tolerance)
+    assert_same_run(expected, fit(lambda: Classifier(with_options), **options), tolerance)
 
 
 # Streams
@@ -94,7 +94,7 @@ def test_a_run_within_a_stream(strategy: Any, parts: int) -> None:
         actual = fit(Mlp, strategy=strategy, parts=parts, callbacks=[streams])
     stream.synchronize()
     assert streams.seen == {stream}
-    assert_same(expected, actual, TOLERANCE)
+    assert_same_run(expected, actual, TOLERANCE)
 
 
 # Memory formats
@@ -125,7 +125,7 @@ class ChannelsLast(Classifier):
 def test_channels_last(strategy: str, parts: int) -> None:
     expected = fit(lambda: ChannelsLast(torch.contiguous_format), CPU)
     actual = fit(ChannelsLast, strategy=strategy, parts=parts)
-    assert_same(expected, actual, TOLERANCE)
+    assert_same_run(expected, actual, TOLERANCE)
     module = actual[0]
     assert module.net[0].weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -148,4 +148,4 @@ def test_compiled(part: str) -> None:
         return module
 
     expected = fit(Mlp, CPU, sizes=[8] * 4)
-    assert_same(expected, fit(compiled, sizes=[8] * 4, compile=part == "trainer"), 1e-8)
+    assert_same_run(expected, fit(compiled, sizes=[8] * 4, compile=part == "trainer"), 1e-8)

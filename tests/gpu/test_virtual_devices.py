@@ -10,13 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Trainer, VirtualDevicesStrategy
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET, weights
 
-pytestmark = [
-    *ignoring(),
-    pytest.mark.not_simulated("kernels of their own"),
-]
+pytestmark = pytest.mark.not_simulated("kernels of their own")
 
 SAMPLES = 72
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from equipoise import MemoryLogger, OOMRecovery, Trainer
 from equipoise.callbacks.progress.latest_values import LatestValues
-from tests.conftest import ignoring
 from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader
 
 pytestmark = [
-    *ignoring("An epoch has", "Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.usefixtures("waits_allowed_again"),
 ]
 

@@ -13,12 +13,9 @@ from packaging.version import Version
 
 from equipoise.interop import versions
 from equipoise.interop.versions import TESTED, installed_version, newer_than_tested, warn_of_untested_versions
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 
 ROOT = Path(__file__).parents[2]
-
-pytestmark = ignoring()
 
 
 @pytest.fixture

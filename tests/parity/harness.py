@@ -24,9 +24,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 import equipoise
+from tests.support.equality import assert_equal
 
 from . import data, modules
-from .comparison import assert_same
 from .outputs import plain, read_folder
 from .recording import Watch
 
@@ -142,7 +142,12 @@ def _compare(case: Case, theirs: Record, ours: Record, title: str) -> None:
             assert isinstance(actual, kind), f"{title}: Lightning raised {expected!r}, Equipoise {actual!r}."
     if case.refuses is None:
         ignore = [*case.ignore, *(AFTER_ERRORS if expected is not None else ())]
-        assert_same({**theirs, "raised": None}, {**ours, "raised": None}, title, ignore)
+        assert_equal(
+            {**theirs, "raised": None},
+            {**ours, "raised": None},
+            title=f"{title}: Equipoise and Lightning",
+            ignore=ignore,
+        )
 
 
 def execute(case: Case, trainer_class: Callable[..., Any], root: Path, watched: bool = False) -> Record:

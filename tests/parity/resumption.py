@@ -12,9 +12,9 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import equipoise
+from tests.support.equality import assert_equal
 
 from . import data
-from .comparison import assert_same
 from .harness import Case, Record, execute
 from .modules import Classifier
 
@@ -223,4 +223,4 @@ def longer(plan: Scenario) -> Case:
 
 def assert_same_parts(names: Sequence[str], expected: Record, actual: Record, title: str) -> None:
     """Compares the named sections of two records."""
-    assert_same({name: expected[name] for name in names}, {name: actual[name] for name in names}, title)
+    assert_equal({name: expected[name] for name in names}, {name: actual[name] for name in names}, title=title)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support.equality import assert_equal
+
 from . import data
-from .comparison import assert_same
 from .harness import Case, fit
 from .modules import Classifier, with_optimizers
 from .resumption import (
@@ -53,7 +54,7 @@ def test_evaluation_of_the_others_checkpoint(saver: str, tmp_path: Path) -> None
         evaluation = dataclasses.replace(case, run=evaluate)
         theirs, ours = (run(evaluation, name, tmp_path / f"{name}-{entry}") for name in TRAINERS)
         # Its values stand at the step of the checkpoint in ours.
-        assert_same(theirs, ours, f"{entry} of a checkpoint of {saver}", ["metrics.csv"])
+        assert_equal(theirs, ours, title=f"{entry} of a checkpoint of {saver}", ignore=["metrics.csv"])
 
 
 class Sized(Classifier):
@@ -79,8 +80,10 @@ def test_lightning_loads_the_checkpoint_without_a_trainer(trainer: str, tmp_path
         warnings.simplefilter("ignore")
         module = Sized.load_from_checkpoint(path)
         dataset = StatefulData.load_from_checkpoint(path)
-    assert_same(
-        record["weights"], {name: value.detach().clone() for name, value in module.state_dict().items()}, "weights"
+    assert_equal(
+        record["weights"],
+        {name: value.detach().clone() for name, value in module.state_dict().items()},
+        title="weights",
     )
     assert {name: module.hparams[name] for name in ("width", "rates", "colour")} == {
         "width": 5,

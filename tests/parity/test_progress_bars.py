@@ -10,10 +10,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from equipoise import Trainer
-from tests.conftest import LIGHTNINGS_OWN_WARNINGS, ignoring
 from tests.support.trainer_runs import Validated, loader, trainer
-
-pytestmark = ignoring(*LIGHTNINGS_OWN_WARNINGS)
 
 _NOT_OF_A_LOOP = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 HOOKS = [name for name in dir(L.Callback) if name.startswith("on_") and name not in _NOT_OF_A_LOOP]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 
+from tests.support.equality import assert_equal
+
 from . import data
-from .comparison import assert_same
 from .harness import Record
 from .modules import with_optimizers
 from .resumption import (
@@ -150,10 +151,10 @@ def test_resumed_run(plan: Scenario, tmp_path: Path) -> None:
     title = f"{plan}, saved by equipoise"
     assert_same_parts(WHOLE, runs.uninterrupted, runs.resumed("equipoise", "equipoise"), f"{title} and resumed by it")
     lightnings = runs.resumed("equipoise", "lightning", watched=True)
-    assert_same(expected, lightnings, f"{title}, resumed by lightning")
+    assert_equal(expected, lightnings, title=f"{title}, resumed by lightning")
     if plan.exact:
         assert_same_parts(FINAL, runs.uninterrupted, lightnings, f"{title}, resumed by lightning")
         title = f"{plan}, saved by lightning, resumed by equipoise"
         assert_same_parts(FINAL, runs.uninterrupted, runs.resumed("lightning", "equipoise"), title)
     if plan.exact and plan.alike:
-        assert_same(expected, runs.resumed("lightning", "equipoise", watched=True), f"{title} (watched)")
+        assert_equal(expected, runs.resumed("lightning", "equipoise", watched=True), title=f"{title} (watched)")

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 import equipoise
-from tests.conftest import ignoring
 from tests.platforms.training import fit
 
 # The strategies under which fits are compared with those of this process.
 STRATEGIES = {"windows": ["single_device", "dp"], "macos": ["single_device", "dp", "ddp"]}
 ROOT = Path(__file__).parents[2]
-pytestmark = ignoring("Checkpoint directory .* exists and is not empty")
 
 
 @pytest.mark.slow

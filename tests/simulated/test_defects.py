@@ -16,12 +16,11 @@ from equipoise.memory.devices import peak_of_process
 from equipoise.parallel.batches.calibration import Calibration
 from equipoise.parallel.batches.gathering import gather
 from equipoise.parallel.replicas import coalesced
-from tests.conftest import ignoring
 from tests.simulated.devices.installation import extension
+from tests.support.batches import Batches
+from tests.support.networks.transparency import Mlp
+from tests.support.one_device import assert_same_run
 from tests.support.pipelines import fit, pipelined, quiet
-from tests.test_transparency import Batches, Mlp, assert_same
-
-pytestmark = ignoring()
 
 FIRST, SECOND, HOST = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 SIZES = [7, 7, 5]
@@ -123,7 +122,7 @@ class CalledTwice(Mlp):
 
 def test_a_layer_that_two_stages_call_computes_on_the_devices_of_both() -> None:
     expected = fit(CalledTwice, SIZES)
-    assert_same(expected, fit(CalledTwice, SIZES, **pipelined(2, micro_batches=2, cut_before=["other"])))
+    assert_same_run(expected, fit(CalledTwice, SIZES, **pipelined(2, micro_batches=2, cut_before=["other"])))
 
 
 # The callback of docs/start.md (H)

@@ -19,12 +19,9 @@ from equipoise.extensions.tuning.trials import step_prediction
 from equipoise.strategies import Strategy
 from equipoise.trainer.auto_strategy_and_finders import choose_strategy
 from equipoise.trainer.runtime.request import Request
-from tests.conftest import ignoring
 from tests.extensions.planning.steps import Step
 from tests.support.bounded_calls import call_here
 from tests.support.pipelines import quiet
-
-pytestmark = ignoring()
 
 WIDTH = 48
 BATCH_SIZE = 240

@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
 from equipoise.trainer.data import prefetch as prefetching
-from tests.conftest import ignoring
 from tests.simulated.configurations.test_resumption import Saving
 from tests.simulated.devices.installation import extension
 from tests.simulated.test_recovery import SIZES, Second, Wide
 from tests.support.pipelines import fit as fit_batches
 from tests.support.pipelines import quiet
 
-pytestmark = ignoring("Batch \\d of \\d+ samples.* ran out of memory")
+pytestmark = pytest.mark.filterwarnings(r"ignore:Batch \d of \d+ samples.* ran out of memory")
 
 FEATURES, CLASSES, SAMPLES = 5, 3, 44
 MAIN = 0  # the number of the stream on which devices compute

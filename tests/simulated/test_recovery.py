@@ -16,14 +16,14 @@ from equipoise import (
     PipelineStrategy,
     Strategy,
 )
-from tests.conftest import ignoring
 from tests.simulated.devices.installation import extension
 from tests.simulated.devices.selection import on_the_host
+from tests.support.batches import CLASSES, FEATURES, TOKENS
+from tests.support.networks.transparency import Base
 from tests.support.pipelines import fit
-from tests.test_transparency import CLASSES, FEATURES, TOKENS, Base
 
-pytestmark = ignoring(
-    "Batch \\d of \\d+ samples.* ran out of memory", ".* ran out of memory and receives fewer samples"
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:Batch \d of \d+ samples.* ran out of memory", "ignore:.* ran out of memory and receives fewer samples"
 )
 
 SIZES = [1024, 1024, 1024]

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.conftest import ignoring
 from tests.support.pipelines import quiet
-
-pytestmark = ignoring()
 
 
 class Spectrum(L.LightningModule):

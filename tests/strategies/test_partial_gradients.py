@@ -9,10 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import DDPStrategy, StepError, VirtualDevicesStrategy
-from tests.conftest import ignoring
 from tests.support.pipelines import quiet
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 class Tasks(L.LightningModule):

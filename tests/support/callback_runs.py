@@ -4,27 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["LIGHTNINGS_OWN_WARNINGS", "Clock", "Small", "loader", "ticking", "trainer"]
-
-LIGHTNINGS_OWN_WARNINGS = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (
-        r".*isinstance\(treespec, LeafSpec\)",
-        "The '.*' does not have many workers",
-        "You're resuming from a checkpoint that ended before the epoch ended",
-        "You defined a `validation_step` but have no `val_dataloader`",
-        ".* has a `validation_step`, but there is no validation loader",
-        "It is recommended to use `self.log.*sync_dist=True",
-        "Your `IterableDataset` has `__len__` defined",
-        "The number of training batches .* is smaller than the logging interval",
-        "Checkpoint directory .* exists and is not empty",
-    )
-]
+__all__ = ["Clock", "Small", "loader", "ticking", "trainer"]
 
 
 class Clock:

@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 from equipoise import PipelineStrategy, Trainer
 from equipoise.precision import Precision
 from equipoise.tree import tensors_in
+from tests.support.batches import CLASSES, FEATURES, TOKENS, VOCABULARY, Batches
+from tests.support.networks.transparency import Base
+from tests.support.one_device import Gradients, Run
 from tests.support.quiet import QUIET
-from tests.test_transparency import CLASSES, FEATURES, TOKENS, VOCABULARY, Base, Batches, Gradients
 
 __all__ = ["Checked", "Copying", "Network", "Tokens", "fit", "pipelined", "quiet", "stay_whole"]
 
@@ -106,8 +108,8 @@ def pipelined(stages: int, strategy: type[PipelineStrategy] = PipelineStrategy, 
 
 def fit(
     make: Callable[[], Any], sizes: list[int], *, seed: int = 0, val: list[int] | None = None, **options: Any
-) -> tuple[Any, Any, Trainer]:
-    """Trains on ready batches; returns the module, the gradients before each step, and the trainer."""
+) -> Run:
+    """Train on ready batches."""
     L.seed_everything(7, verbose=False)
     torch.set_default_dtype(torch.float64 if "precision" not in options else torch.float32)
     try:
@@ -120,7 +122,7 @@ def fit(
     if val is not None:
         loaders.append(DataLoader(Batches(val, seed + 1), batch_size=None))
     trainer.fit(module, *loaders)
-    return module, gradients.seen, trainer
+    return Run(module, gradients.seen, trainer)
 
 
 assert (CLASSES, FEATURES, TOKENS) == (4, 6, 5)

@@ -14,11 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import BalancedDataParallelStrategy, ConfigurationError, DDPStrategy, PipelineStrategy
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.parallel.activation_checkpointing import is_checkpointed
-from tests.conftest import ignoring
 from tests.support.pipelines import stay_whole
 from tests.support.trainer_runs import refuses, trainer
-
-pytestmark = ignoring()
 
 SAMPLES, BATCH = 24, 8
 

@@ -18,14 +18,11 @@ from torch.optim.lr_scheduler import StepLR
 from equipoise import CheckpointError, Trainer
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from tests.conftest import ignoring
-from tests.parity.comparison import differences
+from tests.support.equality import differences
 from tests.support.trainer_runs import Data, Small, Validated, loader, refuses, saved, trainer
 
-pytestmark = ignoring(
-    "The checkpoint holds states of callbacks",
-    "Checkpoint directory .* exists and is not empty",
-    "There is a validation loader, but Small",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The checkpoint holds states of callbacks", "ignore:There is a validation loader, but Small"
 )
 
 

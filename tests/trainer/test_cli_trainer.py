@@ -11,9 +11,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import CLITrainer, Trainer
-from tests.conftest import ignoring
-
-pytestmark = ignoring()
 
 
 class Module(L.LightningModule):

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from equipoise import Trainer
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, trainer
 
 pytestmark = [
-    *ignoring("An epoch has 3 batches", "`training_step` returned None"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned None"),
     pytest.mark.usefixtures("quick_collections"),
 ]
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])

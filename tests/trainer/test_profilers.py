@@ -13,10 +13,9 @@ from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from equipoise import Trainer
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
 
-pytestmark = ignoring("You have overridden `.*` in `LightningModule`")
+pytestmark = pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule`")
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from equipoise.errors import CheckpointError
 from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.restoration import check_fits
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, saved, trainer
 
-pytestmark = ignoring("The checkpoint holds states of callbacks")
+pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")
 
 
 def layers() -> nn.Sequential:

@@ -4,9 +4,6 @@ import pytest
 
 from equipoise import Trainer
 from equipoise.app.config.lightning_names import translate
-from tests.conftest import ignoring
-
-pytestmark = ignoring()
 
 
 @pytest.mark.parametrize("short", ["bf16", "16", "32", "64"])

@@ -18,16 +18,7 @@ from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, Pearson
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassConfusionMatrix
 
 from equipoise import ConfigurationError, NoGradEvaluation, StepError, Trainer
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer as quiet
-
-pytestmark = ignoring(
-    r"\w+ has a `validation_step`, but",
-    "The number of training batches .* is smaller than the logging interval",
-    "You defined a `validation_step` but have no `val_dataloader`",
-    "An epoch has",
-    "Checkpoint directory .* exists and is not empty",
-)
 
 
 class Wild(L.LightningModule):

@@ -16,10 +16,9 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from equipoise import NoGradEvaluation, StepError, Trainer
 from tests.callbacks.evaluation.test_no_grad_evaluation import Plain, assert_same, samples, trained
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer as quiet
 
-pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples", ".*use_libuv", ".*fork")
+pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples", "ignore:.*use_libuv", "ignore:.*fork")
 
 ROOT = Path(__file__).parents[3]
 

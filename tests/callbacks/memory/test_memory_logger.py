@@ -19,13 +19,9 @@ from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, T
 from equipoise.callbacks.memory import phase_readings
 from equipoise.extensions.leaks import watch
 from equipoise.extensions.leaks.watch import FROZEN_BY_PYTHON, LeakWatch
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer as quiet
 
-pytestmark = [
-    *ignoring("The number of training batches .* is smaller than the logging interval"),
-    pytest.mark.usefixtures("full_collections"),
-]
+pytestmark = pytest.mark.usefixtures("full_collections")
 
 OURS = ["batch to device", "forward", "backward", "optimizer step"]
 

@@ -21,11 +21,9 @@ import equipoise
 from equipoise.callbacks.progress.latest_values import LatestValues
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.extensions.report.run_summary import RunSummary
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, ticking, trainer
+from tests.support.callback_runs import Clock, Small, loader, ticking, trainer
 from tests.support.terminal import Terminal
 from tests.support.trainer_runs import Stream
-
-pytestmark = LIGHTNINGS_OWN_WARNINGS
 
 Step = Callable[[Any, str, int], None]
 

@@ -14,10 +14,8 @@ from rich.live import Live
 import equipoise
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, ticking, trainer
+from tests.support.callback_runs import Clock, Small, loader, ticking, trainer
 from tests.support.terminal import Terminal
-
-pytestmark = LIGHTNINGS_OWN_WARNINGS
 
 
 class TestNothingIsLeftBehind:

@@ -3,8 +3,8 @@
 import pytest
 
 from equipoise.extensions.common import bench
-from tests.app.conftest import equipoise, no_trace, project, quick
 from tests.support.bounded_calls import call_here
+from tests.support.commands import equipoise, no_trace, project, quick
 
 __all__ = ["equipoise", "no_trace", "project", "quick", "without_processes"]
 

@@ -27,7 +27,6 @@ from tests.support.programs import EQUIPOISE, Program
 from tests.support.projects import project_in
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
     pytest.mark.filterwarnings("ignore:`isinstance"),
 ]
 

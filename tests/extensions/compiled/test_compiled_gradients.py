@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import ignoring
 from tests.extensions.compiled.conftest import Lowering
 from tests.extensions.compiled.test_compiled_step import STAYS_EAGER, assert_same, fit
 from tests.support.step_networks import (
@@ -19,8 +18,6 @@ from tests.support.step_networks import (
     Replacing,
     Shared,
 )
-
-pytestmark = ignoring("The '\\w+' does not have many workers")
 
 
 @pytest.mark.parametrize("make", [Halving, Replacing, Apart, Shared, LoggingRate])

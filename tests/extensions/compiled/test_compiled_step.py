@@ -20,11 +20,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import ConfigurationError, OOMRecovery, Trainer
 from equipoise.extensions.compiled import speed_comparison, variants
-from tests.conftest import ignoring
 from tests.extensions.compiled.conftest import Lowering
 from tests.support.step_networks import CLASSES, FEATURES, SIZES, Network, batches
-
-pytestmark = ignoring("The '\\w+' does not have many workers")
 
 STAYS_EAGER = "the training step stays eager"
 

@@ -14,10 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchmetrics import MeanMetric
 
 from equipoise import EnsembleStrategy, StepError
-from tests.conftest import ignoring
 from tests.extensions.ensemble.runs import Classifier, alone, difference, ensemble, loader, states_alone, trainer
-
-pytestmark = ignoring()
 
 # What is said of the numbers of members that are computed at once. One by one they are the same to the bit.
 CLOSE = 1e-10

@@ -15,11 +15,9 @@ from torchmetrics import SumMetric
 
 from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, StepError, split_ensemble
 from equipoise.extensions.ensemble.gradients import WeightsOfMembers
-from tests.conftest import ignoring
 from tests.extensions.ensemble.runs import Classifier, alone, difference, ensemble, loader, trainer
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring()
 CLOSE = 1e-10
 SEED = 21
 

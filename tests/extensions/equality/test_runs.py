@@ -10,11 +10,10 @@ import torch
 
 from equipoise import CheckpointError, Trainer, VirtualDevicesStrategy
 from equipoise.extensions.equality import compare_runs
-from tests.conftest import ignoring
 from tests.extensions.equality.runs import Nudge, run
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring("Checkpoint directory", "Experiment logs directory")
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory")
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,13 @@ from equipoise import CheckpointError
 from equipoise.extensions.export import export_weights, read_weights
 from equipoise.extensions.export.weights import open_weights
 from equipoise.parallel.shards.placeholders import make_placeholder
-from tests.conftest import ignoring
 from tests.extensions.export.test_round_trip import assert_same
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
 from tests.parallel.shards.folders import save
 from tests.safe_loading.test_wrapped_tensors import Rounded
 from tests.support.trainer_runs import Small, loader, refuses, saved, trainer
 
-pytestmark = ignoring(r"\w+ has a `validation_step`, but", "The `srun` command", "Checkpoint directory")
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
 
 
 def exported(source: Any, **options: Any) -> dict[str, Tensor]:

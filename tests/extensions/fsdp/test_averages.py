@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise import Trainer
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import FEATURES, QUIET, Net, assert_close, fit, fsdp, in_processes, loader, make
 from tests.extensions.fsdp.test_transparency import ByHand
 from tests.extensions.fsdp.test_traps import Overflows
@@ -27,12 +26,10 @@ from tests.support.own_average import Own
 
 pytestmark = [
     pytest.mark.slow,
-    *ignoring(
-        r"\w+ has a `validation_step`, but",
-        "Checkpoint directory",
-        "The checkpoint holds states of callbacks",
-        "You're using the WeightAveraging callback",
-        "SWA is initializing after",
+    pytest.mark.filterwarnings(
+        "ignore:The checkpoint holds states of callbacks",
+        "ignore:You're using the WeightAveraging callback",
+        "ignore:SWA is initializing after",
     ),
 ]
 

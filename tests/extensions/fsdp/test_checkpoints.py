@@ -7,12 +7,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from equipoise import PipelineStrategy
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
 
-pytestmark = ignoring(
-    r"\w+ has a `validation_step`, but", "Checkpoint directory", "The checkpoint holds states of callbacks"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")
 
 
 class SavesAfter(Callback):

@@ -11,18 +11,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from equipoise import CheckpointError, WorkerError, merge_shards
 from equipoise.extensions.export import export_weights, read_weights
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
 from tests.extensions.fsdp.test_checkpoints import SavesAfter
 from tests.extensions.fsdp.test_sharded_checkpoints import BATCH_SIZE, WINDOW, sharded
 from tests.support.elsewhere import Elsewhere, url_of
 
-pytestmark = ignoring(
-    r"\w+ has a `validation_step`, but",
-    "Checkpoint directory",
-    "The checkpoint holds states of callbacks",
-    "The run began with",
-    "Ranks from 1 on begin with",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The checkpoint holds states of callbacks", "ignore:The run began with", "ignore:Ranks from 1 on begin with"
 )
 
 

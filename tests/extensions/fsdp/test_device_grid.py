@@ -12,11 +12,8 @@ from torch.utils.data import DataLoader
 from equipoise import MemoryLogger, RunReport, Trainer
 from equipoise.extensions.fsdp import strategy as strategy_module
 from equipoise.extensions.fsdp.mesh.grid import grid_rows, make_mesh
-from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.programs import QUIET, fsdp, in_processes
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 CPU = torch.device("cpu")
 

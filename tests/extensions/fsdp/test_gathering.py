@@ -14,10 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.extensions.fsdp.state.gathering import gather_whole
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import in_processes
-
-pytestmark = ignoring()
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 TENSORS = 25

@@ -9,7 +9,6 @@ import torch
 
 from equipoise import ConfigurationError, FSDPStrategy
 from equipoise.extensions.fsdp.mesh.grid import sizes_of
-from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import CASES, RANDOM, CutAndSharded, CutApart, CutOnMeta, Differing
 from tests.extensions.fsdp.programs import (
     Net,
@@ -22,10 +21,8 @@ from tests.extensions.fsdp.programs import (
     weights_of,
 )
 
-pytestmark = ignoring(
-    r"\w+ has a `validation_step`, but",
-    "You're using the WeightAveraging callback",
-    "The cut layers of CutByHand were not compared",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You're using the WeightAveraging callback", "ignore:The cut layers of CutByHand were not compared"
 )
 
 

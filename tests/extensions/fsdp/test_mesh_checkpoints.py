@@ -6,15 +6,11 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, CutAndSharded
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
 from tests.extensions.fsdp.test_checkpoints import SavesAfter
 
-pytestmark = [
-    pytest.mark.slow,
-    *ignoring(r"\w+ has a `validation_step`, but", "Checkpoint directory", "The checkpoint holds states of callbacks"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")]
 
 # The module, the options of the strategy, the processes, and the batches of a step.
 MESHES: dict[str, tuple[Any, Any, int, int]] = {

@@ -13,11 +13,10 @@ from torch.distributed.tensor.parallel import PrepareModuleOutput, parallelize_m
 from torch.utils.checkpoint import checkpoint
 
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
-from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, CutHeads, SelfAttention, WithoutDropout, cut_blocks
 from tests.extensions.fsdp.programs import Block, Net, assert_close, errors_of, fit, fsdp, in_processes, weights_of
 
-pytestmark = ignoring(r"\w+ has a `validation_step`, but", "Dropout between cut layers")
+pytestmark = pytest.mark.filterwarnings("ignore:Dropout between cut layers")
 
 
 class WholeNorm(WithoutDropout):

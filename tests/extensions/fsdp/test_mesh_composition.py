@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from equipoise import ConfigurationError, OOMRecovery
-from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
 
-pytestmark = [pytest.mark.slow, *ignoring(r"\w+ has a `validation_step`, but", "Compiled blocks: ")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Compiled blocks: ")]
 
 # Options of the trainer, and the largest difference of weights of about 1 after five steps of at most 0.01 each.
 OPTIONS: dict[str, tuple[dict[str, Any], float]] = {

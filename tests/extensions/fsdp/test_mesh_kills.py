@@ -11,14 +11,10 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from equipoise.errors import WorkerError
-from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, CutAndSharded
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
 
-pytestmark = [
-    pytest.mark.slow,
-    *ignoring(r"\w+ has a `validation_step`, but", "Checkpoint directory", "The checkpoint holds states of callbacks"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")]
 
 STEPS = 6
 # The module, the options of the strategy, the processes, and the batches of a step.

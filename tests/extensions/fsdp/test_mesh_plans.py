@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from equipoise import ConfigurationError, FSDPStrategy
 from equipoise.extensions.fsdp.mesh.plans.cutting import layers_table, reasons_of
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan, plan_of_models, written_plan
-from tests.conftest import ignoring
 from tests.extensions.fsdp.mesh_modules import Cut, Heads
 from tests.extensions.fsdp.programs import Block, Net, assert_close, errors_of, fit, fsdp, in_processes, weights_of
 from tests.extensions.fsdp.test_transparency import Marked
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 

@@ -10,10 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from equipoise.extensions.fsdp.mesh.plans.cutting import reasons_of
 from equipoise.extensions.fsdp.mesh.plans.sources import written_plan
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 NAMES: dict[str, Any] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 STYLES: dict[str, Any] = {"blocks.*.up": ColwiseParallel(use_local_output=False), "blocks.*.down": RowwiseParallel()}

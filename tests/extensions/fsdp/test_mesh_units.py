@@ -13,12 +13,11 @@ from equipoise import ConfigurationError, StepError, Trainer
 from equipoise.extensions.fsdp.mesh.grid import make_mesh
 from equipoise.extensions.fsdp.units import table_of, units_of_module
 from equipoise.extensions.report.fit_recorder import Fit
-from tests.conftest import ignoring
 from tests.extensions.fsdp import mesh_modules as modules
 from tests.extensions.fsdp.mesh_modules import Counting
 from tests.extensions.fsdp.programs import QUIET, assert_close, errors_of, fit, fsdp, in_processes, loader, weights_of
 
-pytestmark = [pytest.mark.slow, *ignoring(r"\w+ has a `validation_step`, but")]
+pytestmark = pytest.mark.slow
 
 
 class OnMesh(modules.PlainCut):

@@ -21,17 +21,12 @@ from equipoise import (
     merge_shards,
 )
 from equipoise.extensions.fsdp.state.writing import pieces, saving
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
 from tests.extensions.fsdp.test_checkpoints import SavesAfter
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring(
-    r"\w+ has a `validation_step`, but",
-    "Checkpoint directory",
-    "The checkpoint holds states of callbacks",
-    "The run began with",
-    "Ranks from 1 on begin with",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The checkpoint holds states of callbacks", "ignore:The run began with", "ignore:Ranks from 1 on begin with"
 )
 
 # Of each process that writes; a step has 12 samples.

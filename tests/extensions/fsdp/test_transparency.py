@@ -11,12 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import FEATURES, Net, assert_each_close, fit, fsdp, in_processes, weights_of
 from tests.support.all_cases import dealt
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
-
 
 # Modules
 

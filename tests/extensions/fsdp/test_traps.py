@@ -16,7 +16,6 @@ from torchmetrics import MeanMetric
 
 from equipoise import ConfigurationError, FSDPStrategy, MemoryLogger, NoGradEvaluation, OOMRecovery, Trainer
 from equipoise.extensions.fsdp.units import choose_units
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import (
     QUIET,
     Net,
@@ -30,7 +29,7 @@ from tests.extensions.fsdp.programs import (
 )
 from tests.extensions.fsdp.test_transparency import Attention, Tied, Unused
 
-pytestmark = ignoring(r"\w+ has a `validation_step`, but", r"`fit\(ckpt_path='last'\)`", "Checkpoint directory")
+pytestmark = pytest.mark.filterwarnings(r"ignore:`fit\(ckpt_path='last'\)`")
 
 
 def rank_of(module: Any) -> int:

@@ -12,10 +12,7 @@ from torch.optim import AdamW, Muon
 
 from equipoise import Callback
 from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 class Matrices(Net):

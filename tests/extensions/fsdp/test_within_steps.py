@@ -17,10 +17,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, prune, vector_
 from equipoise import StepError
 from equipoise.extensions.fsdp.within_steps.seen_parameters import PartlyFreed
 from equipoise.interop.torch.dispatch import change_class
-from tests.conftest import ignoring
 from tests.extensions.fsdp.programs import Net, assert_each_close, errors_of, fit, fsdp, in_processes, weights_of
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 Step = Callable[[Any, Any, int], Any]
 

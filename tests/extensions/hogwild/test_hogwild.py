@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import HogwildStrategy, OOMRecovery, Trainer, WorkerError
-from tests.conftest import ignoring
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
 
-pytestmark = [*ignoring(), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SAMPLES = 96
 

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
-from tests.conftest import ignoring
 from tests.extensions.planning.steps import Step, peak_of, recorded_really
 
 # Before the package reads it: models are built from their configurations alone.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [*ignoring(), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SIZES: dict[str, Any] = {
     "vocab_size": 99,

@@ -19,8 +19,6 @@ from tests.extensions.planning.test_callbacks import WIDTH, Adapted, quantizatio
 from tests.support.pipelines import quiet
 from tests.support.quiet import QUIET
 
-pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
-
 BATCH_SIZE = 8
 
 

@@ -1,5 +1,5 @@
 """The fixtures of the command's tests."""
 
-from tests.app.conftest import equipoise, no_trace, project, quick
+from tests.support.commands import equipoise, no_trace, project, quick
 
 __all__ = ["equipoise", "no_trace", "project", "quick"]

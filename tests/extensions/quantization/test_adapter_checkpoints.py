@@ -12,11 +12,12 @@ from torch import Tensor
 
 from equipoise import AdapterCheckpoints, CheckpointError, ConfigurationError, Quantization, Trainer
 from equipoise.extensions.quantization.adapter_checkpoints import digest_of
-from tests.conftest import ignoring
 from tests.extensions.quantization.qlora import QLoRA, adapters, difference, stored, tokens
 from tests.support.trainer_runs import refuses, trainer
 
-pytestmark = ignoring("`is_gradient_checkpointing` is deprecated", "The checkpoint holds states of callbacks")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated", "ignore:The checkpoint holds states of callbacks"
+)
 
 CALLBACKS: dict[str, Any] = {
     "nf4": lambda: Quantization("nf4"),

@@ -7,15 +7,14 @@ import torch
 from torch import nn
 
 from equipoise import ConfigurationError, Float8Training
-from tests.conftest import ignoring
 from tests.extensions.quantization.qlora import QLoRA, difference, tokens
 from tests.extensions.quantization.runs import fit
 from tests.support.trainer_runs import refuses, trainer
 
-pytestmark = ignoring(
-    "`is_gradient_checkpointing` is deprecated",
-    "Ranks from 1 on begin with",
-    r"FSDP2-wrapped module \(FSDPFull\) returned a view",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated",
+    "ignore:Ranks from 1 on begin with",
+    r"ignore:FSDP2-wrapped module \(FSDPFull\) returned a view",
 )
 
 RECIPES: list[Any] = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]

@@ -13,16 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Float8Training, FSDPStrategy
-from tests.conftest import ignoring
 from tests.extensions.quantization.runs import saving
 from tests.support.trainer_runs import refuses, trainer
 
-pytestmark = ignoring(
-    "Ranks from 1 on begin with",
-    "Checkpoint directory",
-    "FSDP2-wrapped module",
-    "The run began with",
-    "The checkpoint holds states of callbacks",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Ranks from 1 on begin with",
+    "ignore:FSDP2-wrapped module",
+    "ignore:The run began with",
+    "ignore:The checkpoint holds states of callbacks",
 )
 
 

@@ -15,16 +15,15 @@ import equipoise
 from equipoise import CLITrainer, Float8Training, Trainer
 from equipoise.app import compose_values
 from equipoise.precision import core_precision, make_precision
-from tests.conftest import ignoring
 from tests.extensions.quantization.qlora import adapters, difference, tokens
 from tests.extensions.quantization.runs import fit
 from tests.extensions.quantization.test_float8 import Full
 from tests.support.trainer_runs import refuses, trainer
 
-pytestmark = ignoring(
-    "`is_gradient_checkpointing` is deprecated",
-    "Ranks from 1 on begin with",
-    "FSDP2-wrapped module",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated",
+    "ignore:Ranks from 1 on begin with",
+    "ignore:FSDP2-wrapped module",
 )
 
 NAMES: dict[str, Any] = {

@@ -19,11 +19,10 @@ from equipoise import AdapterCheckpoints, ConfigurationError, Quantization, Step
 from equipoise.app.compose import compose_values
 from equipoise.extensions.compiled.interop import compiling
 from equipoise.extensions.quantization.quantized_linear import quantized_layers
-from tests.conftest import ignoring
 from tests.extensions.quantization.qlora import QLoRA, blocks, difference, qllama, stored, tokens
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring("`is_gradient_checkpointing` is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 KINDS = ["nf4", "fp4", "int8"]
 

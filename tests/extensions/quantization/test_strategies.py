@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from equipoise import Quantization
-from tests.conftest import ignoring
 from tests.extensions.quantization.qlora import QLoRA, difference, qllama, stored
 from tests.extensions.quantization.runs import KILLED_AFTER, fit
 from tests.support.programs import Program
 
-pytestmark = ignoring(
-    "`is_gradient_checkpointing` is deprecated",
-    "Ranks from 1 on begin with",
-    "Checkpoint directory",
-    "The run began with",
-    "The checkpoint holds states of callbacks",
-    r"FSDP2-wrapped module \(FSDPQLoRA\) returned a view",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated",
+    "ignore:Ranks from 1 on begin with",
+    "ignore:The run began with",
+    "ignore:The checkpoint holds states of callbacks",
+    r"ignore:FSDP2-wrapped module \(FSDPQLoRA\) returned a view",
 )
 
 QUICK = ["dp"]

@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from equipoise import ConfigurationError, Trainer
-from tests.app.conftest import FILES
 from tests.extensions.ray.ray_program import EPOCHS, KILLS, QUIET, Net, Weights, loader
+from tests.support.commands import FILES
 from tests.support.projects import write
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,6 @@ def outcome_of(folder: Path, part: str):
     return json.loads((folder / "outcome.json").read_text())[part]
 
 
-@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
 def test_killed_workers_end_with_the_weights_of_an_undisturbed_run(tmp_path):
     outcome = outcome_of(tmp_path, "killed")
     killed = sorted(path.name for path in tmp_path.glob("killed-*"))

@@ -10,9 +10,8 @@ import equipoise
 from equipoise import RunReport
 from equipoise.extensions.report.added_sections import added_sections
 from equipoise.names import extensions
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
+from tests.support.callback_runs import Small, loader, trainer
 
-pytestmark = LIGHTNINGS_OWN_WARNINGS
 Install = Callable[[str, str], None]
 IMPORT = "from equipoise.extensions.report import ReportSection\n"
 GOOD = (

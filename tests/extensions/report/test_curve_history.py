@@ -12,9 +12,7 @@ from torch import Tensor
 import equipoise
 from equipoise import RunSummary
 from equipoise.trainer.logging.logs import Logs
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
-
-pytestmark = LIGHTNINGS_OWN_WARNINGS
+from tests.support.callback_runs import Small, loader, trainer
 
 
 def fit(module: Small, *loaders: Any, callbacks: Any = (), ckpt_path: Any = None, **options: Any) -> RunSummary:

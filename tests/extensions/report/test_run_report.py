@@ -24,19 +24,10 @@ from equipoise.extensions.report import fit_recorder, run_report
 from equipoise.extensions.report.throughput import Throughput
 from equipoise.memory.records import Composition, MemoryPoint, TensorRecord
 from tests.extensions.common.page.parsing import Element, parse, sections
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
+from tests.support.callback_runs import Clock, Small, loader, trainer
 from tests.support.elsewhere import url_of
 
-pytestmark = [
-    *LIGHTNINGS_OWN_WARNINGS,
-    *(
-        pytest.mark.filterwarnings(f"ignore:{message}")
-        for message in (
-            "Experiment logs directory .* exists",
-            "An epoch has",
-        )
-    ),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists")
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
 
 

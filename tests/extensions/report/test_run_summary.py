@@ -22,10 +22,8 @@ from equipoise.extensions.report import fit_recorder, read_trainer, run_summary
 from equipoise.extensions.report.run_summary import RunSummary
 from equipoise.formats import format_bytes
 from equipoise.memory.devices import peak_of_process
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock, Small, loader, trainer
+from tests.support.callback_runs import Clock, Small, loader, trainer
 from tests.support.terminal import Terminal
-
-pytestmark = LIGHTNINGS_OWN_WARNINGS
 
 
 @pytest.fixture

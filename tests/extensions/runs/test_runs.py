@@ -21,9 +21,8 @@ from equipoise.__main__ import main
 from equipoise.app.earlier_runs.configurations import flat_configuration
 from equipoise.extensions.runs.command import page_of_sweep
 from tests.extensions.runs.conftest import WriteRun
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Small, loader, trainer
+from tests.support.callback_runs import Small, loader, trainer
 
-pytestmark = LIGHTNINGS_OWN_WARNINGS
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
 # Each of nine lists holds the one before it nine times.
 LINES = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import InplaceActivations, MemoryLogger
-from tests.conftest import ignoring
 from tests.support.trainer_runs import loader, refuses, trainer
-
-pytestmark = ignoring()
 
 
 class Module(L.LightningModule):

@@ -21,10 +21,7 @@ from equipoise import (
 )
 from equipoise.extensions.savers import offloading as offloading_module
 from equipoise.extensions.savers.offloading import Offloading
-from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 CPU = torch.device("cpu")
 ON_DEVICES = pytest.mark.skipif(not torch.cuda.is_available(), reason="a host has no memory beside its own")

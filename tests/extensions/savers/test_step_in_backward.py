@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, StepError, Trainer
-from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 KINDS = {
     "SGD": lambda groups: SGD(groups, 0.1, momentum=0.9, nesterov=True),

@@ -21,11 +21,9 @@ from equipoise.extensions.timing import step_times
 from equipoise.extensions.timing.clock import FIRST_STEPS
 from tests.extensions.common.page.parsing import parse
 from tests.extensions.timing.programs import FIRST, STEPS, Slow, Ticking, Validated, fit, loader
-from tests.support.callback_runs import LIGHTNINGS_OWN_WARNINGS, Clock
+from tests.support.callback_runs import Clock
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import trainer
-
-pytestmark = LIGHTNINGS_OWN_WARNINGS
 
 
 def parts_of(times: StepTimes) -> dict[str, float]:

@@ -16,8 +16,8 @@ from equipoise.extensions.common import bench
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.planned_batches import planned_batches
 from equipoise.extensions.planning.tracing.tracer import trace_step
-from tests.app.conftest import equipoise, no_trace
 from tests.support.bounded_calls import call_here
+from tests.support.commands import equipoise, no_trace
 from tests.support.projects import project_in
 
 __all__ = ["equipoise", "no_trace"]

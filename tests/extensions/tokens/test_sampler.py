@@ -137,7 +137,6 @@ def test_a_tiny_spread() -> None:
     assert sorted(sizes) == sorted(exact)
 
 
-@pytest.mark.filterwarnings("ignore:Nothing has a `validation_step`")
 @pytest.mark.parametrize("count", [2, 4])
 def test_lengths_of_other_data(count: int) -> None:
     data = [torch.ones(2, dtype=torch.int64)] * count

@@ -19,11 +19,13 @@ from equipoise import (
     TokenBatchSampler,
     WorkerError,
 )
-from tests.conftest import ignoring
 from tests.extensions.tokens.test_sampler import mean_loss, model, padded, tokens
 from tests.support.trainer_runs import trainer
 
-pytestmark = [*ignoring("Checkpoint directory", "Batch .* ran out of memory", "The checkpoint holds"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Batch .* ran out of memory", "ignore:The checkpoint holds"),
+    pytest.mark.slow,
+]
 
 LENGTHS = torch.randint(1, 60, (150,), generator=torch.Generator().manual_seed(4)).tolist()
 DATA = tokens(LENGTHS)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PackedCollate, TokenBatchSampler
-from tests.conftest import ignoring
 from tests.extensions.tokens.test_packed_collate import WORDS, model, summed_loss
 from tests.extensions.tokens.test_sampler import tokens
 from tests.support.trainer_runs import trainer
@@ -17,7 +16,7 @@ from tests.support.trainer_runs import trainer
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-pytestmark = [*ignoring("Batch .* ran out of memory"), pytest.mark.slow]
+pytestmark = [pytest.mark.filterwarnings("ignore:Batch .* ran out of memory"), pytest.mark.slow]
 
 LENGTHS = torch.randint(2, 40, (60,), generator=torch.Generator().manual_seed(5)).tolist()
 DATA = [{"input_ids": sample.tolist()} for sample in tokens(LENGTHS)]

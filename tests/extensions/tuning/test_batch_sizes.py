@@ -15,11 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import TokenBatchSampler, Trainer
 from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, predict_memory
 from equipoise.extensions.tuning import batch_sizes
-from tests.conftest import ignoring
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 SAMPLES, FEATURES = 4096, 64
 OPTIONS = {**QUIET, "max_steps": 2, "max_epochs": -1, "precision": "64-true", "accelerator": "cpu"}

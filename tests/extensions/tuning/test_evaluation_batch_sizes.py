@@ -10,10 +10,9 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from equipoise import Trainer
-from tests.conftest import LIGHTNINGS_OWN_WARNINGS, ignoring
 from tests.support.trainer_runs import Stream, Validated, loader, refuses, trainer
 
-pytestmark = ignoring(*LIGHTNINGS_OWN_WARNINGS, "The Batch size finder", "No .* loader")
+pytestmark = pytest.mark.filterwarnings("ignore:The Batch size finder", "ignore:No .* loader")
 METHODS = ["validate", "test", "predict"]
 SAMPLES = 100
 

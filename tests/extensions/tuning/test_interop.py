@@ -18,11 +18,8 @@ from equipoise.extensions.tuning.interop import (
     learning_rate_settings,
     results_of,
 )
-from tests.conftest import ignoring
 from tests.support.hidden_names import hide
 from tests.support.trainer_runs import Small, loader, trainer
-
-pytestmark = ignoring("An epoch has 3 batches")
 
 
 def test_a_search_of_the_tuner_ends_before_the_fit() -> None:

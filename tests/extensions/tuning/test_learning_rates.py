@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import RunReport, Trainer
-from tests.conftest import ignoring
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 OPTIONS = {"accelerator": "cpu", **QUIET, "max_epochs": 20, "max_steps": 12, "precision": "64-true"}
 

@@ -14,11 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import OptunaPruning, Trainer
-from tests.conftest import ignoring
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 DEVICES = pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=["one", "ddp"])
 

@@ -26,10 +26,7 @@ from equipoise.trainer import auto_strategy_and_finders
 from equipoise.trainer import trainer as trainer_module
 from equipoise.trainer.auto_strategy_and_finders import choose_strategy
 from equipoise.trainer.runtime.request import Request
-from tests.conftest import ignoring
 from tests.support.quiet import QUIET
-
-pytestmark = ignoring()
 
 FEATURES, BATCH_SIZE = 16, 8
 OPTIONS = {**QUIET, "max_steps": 2, "max_epochs": -1, "precision": "64-true", "accelerator": "cpu", "devices": 2}

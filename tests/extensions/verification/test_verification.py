@@ -11,11 +11,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, HogwildStrategy, PipelineStrategy, StepError, Trainer, VirtualDevicesStrategy
-from tests.conftest import ignoring
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring("does not have many workers", "Lazy modules")
+pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules")
 
 CPUS = ["cpu", "cpu"]
 

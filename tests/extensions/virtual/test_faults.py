@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from equipoise import Efficiency, RunSummary, Trainer, VirtualDevicesStrategy
 from equipoise.errors import ConfigurationError, StepError
 from equipoise.extensions.virtual.parts.gradient_tree import added, take_gradients
-from tests.conftest import ignoring
 from tests.extensions.virtual.test_strategy import SAMPLES, Augmented, Noisy, Plain, SaveAfter, assert_equal, run
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring("The val loader shuffles", "Lazy modules")
+pytestmark = pytest.mark.filterwarnings("ignore:The val loader shuffles", "ignore:Lazy modules")
 
 
 def quiet_trainer(**options: Any) -> Trainer:

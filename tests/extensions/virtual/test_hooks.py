@@ -13,12 +13,11 @@ from torchmetrics import MeanMetric
 from equipoise import Trainer
 from equipoise.errors import StepError
 from equipoise.extensions.virtual.parts.part_batches import part_loader
-from tests.conftest import ignoring
 from tests.extensions.virtual.test_faults import quiet_trainer
 from tests.extensions.virtual.test_strategy import Noisy, SaveAfter, assert_equal, run
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring("The val loader shuffles")
+pytestmark = pytest.mark.filterwarnings("ignore:The val loader shuffles")
 
 
 class Direct(Noisy):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from equipoise import VirtualDevicesStrategy
 from equipoise.extensions.virtual.parts.part_shares import PartTimes
-from tests.conftest import ignoring
 from tests.extensions.virtual.test_faults import Averaging, Sparse
 from tests.extensions.virtual.test_strategy import (
     Noisy,
@@ -26,7 +25,7 @@ from tests.extensions.virtual.test_strategy import (
 )
 from tests.support.trainer_runs import refuses
 
-pytestmark = ignoring("Sparse [CB]S")
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse [CB]S")
 
 
 class Recurrent(Noisy):

@@ -12,12 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import BalancedDataParallelStrategy, Trainer, VirtualDevicesStrategy
 from equipoise.errors import StepError
-from tests.conftest import ignoring
 from tests.extensions.virtual.test_strategy import Noisy, run
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 
 class Linear(L.LightningModule):

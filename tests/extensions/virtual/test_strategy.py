@@ -14,10 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score
 
 from equipoise import Trainer, VirtualDevicesStrategy
-from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 SAMPLES = 115
 

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Trainer
-from tests.conftest import ignoring
-
-pytestmark = ignoring("Checkpoint directory")
 
 
 class Net(L.LightningModule):

@@ -30,15 +30,10 @@ from equipoise.interop.lightning.callbacks import (
 )
 from equipoise.interop.lightning.checkpoint_hooks import hook_of_checkpoint
 from equipoise.interop.metrics import load_metric_states, metric_states, take_metric_state
-from tests.conftest import ignoring
 from tests.support.hidden_names import hide
 from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
 
-pytestmark = ignoring(
-    "An epoch has 3 batches",
-    "Checkpoint directory .* exists and is not empty",
-    "The ``compute`` method of metric",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 
 
 class Measured(Validated):

@@ -17,17 +17,12 @@ from torch import Tensor, nn
 from equipoise import ConfigurationError, Trainer
 from equipoise.interop.lightning.self_log import bind_log, has_own_log
 from equipoise.strategies.ddp.exchange.native_engine import has_one_backward
-from tests.conftest import ignoring
 from tests.support.trainer_runs import loader, refuses, refuses_fit, trainer
 
 _LOG = rank_zero_module.log
 older = pytest.importorskip("pytorch_lightning", exc_type=ImportError)
 vars(rank_zero_module)["log"] = _LOG  # the import puts a logger of its own there, which other tests would miss
-pytestmark = ignoring(
-    "Checkpoint directory .* exists and is not empty",
-    "An epoch has 3 batches",
-    "The checkpoint holds states of callbacks",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")
 BOTH = pytest.mark.parametrize("package", [newer, older], ids=["lightning.pytorch", "pytorch_lightning"])
 HOOKS = [name for name in dir(newer.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 

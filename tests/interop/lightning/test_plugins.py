@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch.amp import GradScaler
 
 from equipoise import Quantization, SingleDeviceStrategy
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 PACKAGES = [
@@ -32,7 +31,6 @@ PACKAGES = [
     pytest.param(pytest.importorskip("pytorch_lightning.plugins", exc_type=ImportError), id="pytorch_lightning"),
 ]
 BOTH = pytest.mark.parametrize("package", PACKAGES)
-pytestmark = ignoring()
 
 # Precisions
 

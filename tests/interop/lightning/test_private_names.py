@@ -31,11 +31,7 @@ from equipoise.interop.lightning.modules import forget_run, pretend_device
 from equipoise.interop.lightning.optimizers import no_closure, wrap_optimizer
 from equipoise.interop.lightning.self_log import CURRENT_HOOK, LogOptions, bind_log
 from equipoise.interop.metrics import load_metric_states, metric_states
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
-
-pytestmark = ignoring("An epoch has 3 batches")
-
 
 # self.log
 

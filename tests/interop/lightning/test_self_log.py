@@ -12,10 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, trainer
-
-pytestmark = ignoring("An epoch has 3 batches")
 
 
 def is_bound(owner: Any) -> bool:

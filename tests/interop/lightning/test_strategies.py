@@ -22,7 +22,6 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from equipoise import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from equipoise.interop.lightning.arguments.fsdp import fsdp_in_our_words
-from tests.conftest import ignoring
 from tests.strategies.ddp.test_ddp import Numbered, Samples, assert_same_weights, numbered
 from tests.support.trainer_runs import refuses, trainer
 
@@ -31,7 +30,7 @@ PACKAGES = [
     pytest.param(pytest.importorskip("pytorch_lightning.strategies", exc_type=ImportError), id="pytorch_lightning"),
 ]
 BOTH = pytest.mark.parametrize("package", PACKAGES)
-pytestmark = ignoring(r"\w+ has a `validation_step`, but", "No (positive|negative) samples")
+pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 
 
 def connected(strategy: Any, devices: int = 2, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.messages.reports import Report, raise_first_cause
 from equipoise.parallel.workers.worker_main import call_in_parent
 from equipoise.parallel.workers.worker_process import WorkerProcess
-from tests.conftest import threads_that_stay
+from tests.support.surroundings import threads_that_stay
 
 pytestmark = pytest.mark.usefixtures("quick_collections")  # garbage is collected around every test
 

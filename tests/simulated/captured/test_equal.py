@@ -10,18 +10,16 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 from equipoise import OOMRecovery
-from tests.conftest import ignoring
 from tests.simulated.captured import networks
 from tests.simulated.captured.capturing import assert_same, fit
 from tests.support.pipelines import quiet
 from tests.support.step_networks import SIZES, Network, batches
 
-pytestmark = ignoring(
-    "The '\\w+' does not have many workers",
-    "You seem to have configured",
-    "Consider increasing",
-    "The dirpath has",
-    "Captured steps. the training step stays eager, because its steps run no backward",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You seem to have configured",
+    "ignore:Consider increasing",
+    "ignore:The dirpath has",
+    "ignore:Captured steps. the training step stays eager, because its steps run no backward",
 )
 
 FEWEST = 20

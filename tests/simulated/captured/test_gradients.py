@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import ignoring
 from tests.simulated.captured.capturing import STAYS_EAGER, Graphs, assert_same, fit
 from tests.support.step_networks import Apart, Halving, LoggingRate, Network, OfBatch, Replacing, Shared
-
-pytestmark = ignoring("The '\\w+' does not have many workers")
 
 REPLAYS = 13
 

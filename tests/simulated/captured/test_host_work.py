@@ -17,11 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import ignoring
 from tests.simulated.captured.capturing import STAYS_EAGER, Result, assert_same, fit
 from tests.support.step_networks import Network
-
-pytestmark = ignoring("The '\\w+' does not have many workers")
 
 # Read by steps, and changed by hooks.
 FACTORS = {"one": 1.0}

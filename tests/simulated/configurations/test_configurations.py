@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, Strategy
-from tests.conftest import ignoring
 from tests.simulated.configurations.fitting import (
     Configuration,
     Deep,
@@ -23,12 +22,10 @@ from tests.simulated.configurations.fitting import (
     LoggedRecurrent,
     LoggedTied,
     Plain,
-    assert_equal,
+    assert_same_result,
     fit_on_devices,
     fit_on_the_host,
 )
-
-pytestmark = ignoring()
 
 FEWEST = 40
 
@@ -145,4 +142,4 @@ def test_there_are_enough_configurations() -> None:
 def test_devices_compute_what_the_host_computes(configuration: Configuration) -> None:
     expected = fit_on_the_host(configuration)
     actual = fit_on_devices(configuration)
-    assert_equal(expected, actual, configuration.tolerance)
+    assert_same_result(expected, actual, configuration.tolerance)

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import DDPStrategy, PipelineStrategy, Strategy
-from tests.conftest import ignoring
 from tests.simulated.devices.installation import extension
 from tests.simulated.devices.selection import on_the_host
+from tests.support.equality import assert_equal
 from tests.support.pipelines import quiet
-from tests.test_transparency import difference
-
-pytestmark = ignoring()
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 22
 
@@ -110,9 +107,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def assert_same_fits(expected: Any, actual: Any) -> None:
     """Compare modules and logged values of two fits, within 1e-12 of their size."""
     (module, values), (other, other_values) = expected, actual
-    for (name, tensor), same in zip(module.named_parameters(), other.parameters(), strict=True):
-        assert difference(tensor.detach(), same.detach()) <= 1e-12, name
-    assert other_values == pytest.approx(values, rel=1e-12)
+    assert_equal(module, other, 1e-12)
+    assert_equal(values, other_values, 1e-12)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -10,18 +10,15 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, Strategy
-from tests.conftest import ignoring
 from tests.simulated.configurations.fitting import (
     Configuration,
     Logging,
     Result,
-    assert_equal,
+    assert_same_result,
     fit_on_devices,
     fit_on_the_host,
 )
-from tests.test_transparency import CLASSES, FEATURES, TOKENS
-
-pytestmark = ignoring()
+from tests.support.batches import CLASSES, FEATURES, TOKENS
 
 # The batches of a window; an epoch has five. Each part of a batch has several samples, as batch statistics need.
 WINDOW = 2
@@ -102,7 +99,7 @@ def test_a_resumed_run_ends_as_one_without_a_break(strategy: str, place: str, tm
     options = {"accumulate_grad_batches": WINDOW}
     configuration = Configuration(strategy, STRATEGIES[strategy], devices, Dropping, options, SIZES)
     whole, resumed = interrupted_and_resumed(configuration, PLACES[place], tmp_path)
-    assert_equal(whole, resumed, 0.0)
+    assert_same_result(whole, resumed, 0.0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -111,4 +108,4 @@ def test_a_resumed_run_computes_what_the_host_computes(strategy: str, tmp_path: 
     options = {"accumulate_grad_batches": WINDOW}
     configuration = Configuration(strategy, STRATEGIES[strategy], devices, Measured, options, SIZES)
     _, resumed = interrupted_and_resumed(configuration, PLACES["within a window"], tmp_path)
-    assert_equal(fit_on_the_host(configuration), resumed, 1e-12)
+    assert_same_result(fit_on_the_host(configuration), resumed, 1e-12)

@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
-from tests.conftest import ignoring
 from tests.simulated.devices.installation import extension
 from tests.support.pipelines import quiet
-
-pytestmark = ignoring()
 
 FEATURES, CLASSES, SAMPLES, STEPS = 6, 3, 8, 8
 # Steps in which a module is replicated or cut, an optimiser makes its state, and sums of logged values begin.

@@ -6,10 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.conftest import ignoring
 from tests.simulated.steps.test_waits import STRATEGIES, Logging, reasons_of
-
-pytestmark = ignoring()
 
 
 class Regions(L.Callback):

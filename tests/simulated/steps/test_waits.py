@@ -22,12 +22,10 @@ from equipoise import (
     ProgressBar,
     Strategy,
 )
-from tests.conftest import ignoring
 from tests.simulated.devices.installation import extension
+from tests.support.batches import Batches
+from tests.support.networks.transparency import Mlp
 from tests.support.pipelines import quiet
-from tests.test_transparency import Batches, Mlp
-
-pytestmark = ignoring()
 
 SIZES = [13] * 4
 EPOCHS = 2

@@ -8,11 +8,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import DDPStrategy, StepError
-from tests.conftest import ignoring
 from tests.strategies.ddp.programs_by_hand import PROGRAMS, ByHand
 from tests.support.pipelines import quiet
 
-pytestmark = ignoring(r"Using backward\(\) with create_graph=True")
+pytestmark = pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True")
 
 
 def data(count: int) -> TensorDataset:

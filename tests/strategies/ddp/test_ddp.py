@@ -20,17 +20,12 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
 from equipoise.strategies.ddp.exchange import torch_engine
 from equipoise.strategies.distributed import window_totals
-from tests.conftest import ignoring
 from tests.strategies.ddp.test_faults import Mistake, raises
+from tests.support.networks.transparency import Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied
+from tests.support.one_device import OPTIONS, assert_same_run, train
 from tests.support.pipelines import quiet
-from tests.test_transparency import OPTIONS, Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied, assert_same, train
 
-pytestmark = ignoring(
-    r"\w+ has a `validation_step`, but",
-    "No (positive|negative) samples",
-    "Checkpoint directory",
-    r"`fit\(ckpt_path='last'\)`",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples", r"ignore:`fit\(ckpt_path='last'\)`")
 
 
 # The first promise
@@ -42,7 +37,7 @@ pytestmark = ignoring(
 def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> None:
     """A step of two processes is a window of two batches; the last has a batch for one of them alone."""
     one = train(make, "single_device", 1, accumulate_grad_batches=2)
-    assert_same(one, train(make, DDPStrategy(engine=engine), 2))
+    assert_same_run(one, train(make, DDPStrategy(engine=engine), 2))
 
 
 @pytest.mark.quick_cases(3)
@@ -51,7 +46,7 @@ def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> Non
 def test_with_options(options: str, engine: Any) -> None:
     given = OPTIONS[options]
     more = {**given, "accumulate_grad_batches": 3 * given.get("accumulate_grad_batches", 1)}
-    assert_same(train(Masked, "single_device", 1, **more), train(Masked, DDPStrategy(engine=engine), 3, **given))
+    assert_same_run(train(Masked, "single_device", 1, **more), train(Masked, DDPStrategy(engine=engine), 3, **given))
 
 
 class Samples(Dataset[Any]):

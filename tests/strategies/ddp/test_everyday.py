@@ -16,12 +16,11 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMet
 from equipoise import ConfigurationError, DDPStrategy, StepError
 from equipoise.parallel.communication.process_group import joined
 from equipoise.parallel.communication.rank import Rank
-from tests.conftest import ignoring
 from tests.strategies.ddp.test_ddp import Numbered, Samples, assert_same_weights, numbered, trainer
 from tests.support.waiting import wait_briefly
 
-pytestmark = ignoring(
-    r"\w+ has a `validation_step`, but", "No (positive|negative) samples", "The checkpoint holds states of callbacks"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:No (positive|negative) samples", "ignore:The checkpoint holds states of callbacks"
 )
 
 

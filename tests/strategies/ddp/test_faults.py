@@ -12,12 +12,9 @@ import psutil
 import pytest
 
 from equipoise import DDPStrategy, StepError, WorkerError
-from tests.conftest import ignoring
 from tests.support.programs import Program
 from tests.support.trainer_runs import Small, loader, trainer
 from tests.support.waiting import blame_early, wait_briefly
-
-pytestmark = ignoring("Checkpoint directory")
 
 
 class Mistake(Exception):

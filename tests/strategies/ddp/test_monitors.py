@@ -8,11 +8,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from equipoise import Trainer
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader
 from tests.support.trainer_runs import trainer as quiet
-
-pytestmark = ignoring("Checkpoint directory", "It is recommended to use .*sync_dist=True")
 
 # Values of each rank, by steps. At step 4 rank 0 alone has a better one than before.
 VALUES = ((4.0, 3.0, 2.0, 1.0, 1.5, 1.2), (1.0, 0.5, 0.8, 0.9, 0.4, 0.7))

@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 
 from equipoise import DDPStrategy, OOMRecovery, RunReport, StepError
 from equipoise.strategies.ddp.recovery import DDPRecovery
-from tests.conftest import ignoring
 from tests.strategies.ddp.test_ddp import Samples, assert_same_weights, has_same_weights_everywhere, trainer
 
-pytestmark = ignoring("Batch \\d+ of \\d+ samples")
+pytestmark = pytest.mark.filterwarnings(r"ignore:Batch \d+ of \d+ samples")
 
 
 class Fragile(L.LightningModule):

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from equipoise import DDPStrategy, Trainer, WorkerError
-from tests.conftest import ignoring
 from tests.strategies.programs import torchrun
 
-pytestmark = ignoring(r"`fit\(ckpt_path='last'\)`", "Checkpoint directory")
+pytestmark = pytest.mark.filterwarnings(r"ignore:`fit\(ckpt_path='last'\)`")
 
 SAMPLES, BATCH, EPOCHS, STEPS = 25, 2, 3, 7  # of an epoch; in the last one the second process has no batch
 

@@ -13,10 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, random_split
 
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
-
-pytestmark = ignoring("Checkpoint directory .* exists and is not empty")
 
 
 class Noisy(Dataset[Tensor]):

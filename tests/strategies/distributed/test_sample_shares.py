@@ -11,10 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from equipoise import ConfigurationError, DDPStrategy
 from equipoise.parallel.batches.calibration import SimulatedDevice
-from tests.conftest import ignoring
 from tests.strategies.ddp.test_ddp import Samples, assert_same_weights, numbered, trainer
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 class Slower(L.Callback):

@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from equipoise import HogwildStrategy, PipelineStrategy
 from equipoise.errors import StepError
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring(
-    ".* promised .* batches by its length",
-    "The number of samples of a batch cannot be inferred",
-    "Loader 0 of .* is not the same in all processes",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* promised .* batches by its length",
+    "ignore:The number of samples of a batch cannot be inferred",
+    "ignore:Loader 0 of .* is not the same in all processes",
 )
 
 

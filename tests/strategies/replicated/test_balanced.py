@@ -9,12 +9,10 @@ from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, ConfigurationError, SimulatedDevice, Trainer
 from equipoise.parallel.batches import calibration
-from tests.conftest import ignoring
 from tests.support.pipelines import quiet
 from tests.support.simulated_time import SimulatedTime
 from tests.support.trainer_runs import Small
 
-pytestmark = ignoring()
 FAST, SLOW = SimulatedDevice(seconds_per_sample=0.0005), SimulatedDevice(seconds_per_sample=0.0015)
 
 

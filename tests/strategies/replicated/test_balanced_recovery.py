@@ -8,13 +8,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, Callback, OOMRecovery, SimulatedDevice, Trainer
-from tests.conftest import ignoring
 from tests.strategies.replicated.test_balanced import Module, loader
 from tests.strategies.replicated.test_balanced import trainer as balanced_trainer
-from tests.test_transparency import Base, Batches, Gradients, Masked, Mlp, assert_same
+from tests.support.batches import Batches
+from tests.support.networks.transparency import Base, Masked, Mlp
+from tests.support.one_device import Gradients, assert_same_run
 
 pytestmark = [
-    *ignoring("Batch \\d+ of \\d+ samples", ".* ran out of memory and receives fewer samples", "Measuring continues"),
+    pytest.mark.filterwarnings(
+        r"ignore:Batch \d+ of \d+ samples",
+        "ignore:.* ran out of memory and receives fewer samples",
+        "ignore:Measuring continues",
+    ),
     pytest.mark.usefixtures("quick_collections"),
 ]
 
@@ -70,7 +75,7 @@ def test_gradients_are_those_of_one_device(make: type[Base], window: int) -> Non
         )  # fmt: skip
         run.fit(module, DataLoader(Batches([11, 11, 7, 11, 3]), batch_size=None))
         runs.append((module, gradients.seen, run))
-    assert_same(*runs)
+    assert_same_run(*runs)
     assert strategy.shares is not None
     assert strategy.shares[1] < 2
 

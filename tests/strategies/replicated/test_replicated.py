@@ -24,10 +24,9 @@ from equipoise import (
     Strategy,
     Trainer,
 )
-from tests.conftest import ignoring
 from tests.support.pipelines import quiet
 
-pytestmark = ignoring("first_device_batch_size=1 is too much")
+pytestmark = pytest.mark.filterwarnings("ignore:first_device_batch_size=1 is too much")
 CLASSES = 3
 Answer = namedtuple("Answer", ["logits", "names"])
 

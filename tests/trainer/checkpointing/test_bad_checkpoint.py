@@ -17,7 +17,7 @@ from equipoise import CheckpointError
 from equipoise.errors import CheckpointNotFoundError
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.checkpointing.layout import check_optimizer_shapes
-from tests.parity.comparison import differences
+from tests.support.equality import differences
 from tests.support.trainer_runs import Small, loader, refuses, trainer, with_optimizers
 
 

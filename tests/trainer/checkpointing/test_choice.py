@@ -17,7 +17,6 @@ def worker(monkeypatch):
     return module
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_last_asks_ray_first(worker, tmp_path, monkeypatch):
     # 1. The first attempt has no checkpoint yet, which is no reason for a warning.
     first = trainer(enable_checkpointing=True, default_root_dir=tmp_path)

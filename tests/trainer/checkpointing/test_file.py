@@ -17,7 +17,7 @@ import torch
 from equipoise import CheckpointError
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
-from tests.parity.comparison import differences
+from tests.support.equality import differences
 from tests.support.programs import Program
 
 

@@ -7,10 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
-
-pytestmark = ignoring()
 
 
 def write(folder: Path, *names: str, cls: Any = None) -> None:

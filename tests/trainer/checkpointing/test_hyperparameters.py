@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader
 
 from equipoise import CheckpointError, FSDPStrategy, Trainer
 from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, trainer
 
-pytestmark = ignoring(
-    "Checkpoint directory", "Attribute '.*' is an instance of `nn.Module`", "The checkpoint holds states of callbacks"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Attribute '.*' is an instance of `nn.Module`", "ignore:The checkpoint holds states of callbacks"
 )
 
 

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from equipoise import CheckpointError, Trainer
 from equipoise.safe_loading.stand_in import StandIn, class_in_place_of
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
-from tests.conftest import ignoring
-from tests.parity.comparison import differences
+from tests.support.equality import differences
 from tests.support.trainer_runs import Data, Small, Validated, loader, saved, trainer
 
-pytestmark = ignoring("Attribute '.*' is an instance of `nn.Module`", r"isinstance\(treespec, LeafSpec\)")
+pytestmark = pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`")
 
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "equipoise"])
 

@@ -10,14 +10,10 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Mode
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring(
-    "Checkpoint directory",
-    "The checkpoint holds states of callbacks",
-    ".*provided params to be frozen",
-    ".* has a `validation_step`",
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The checkpoint holds states of callbacks", "ignore:.*provided params to be frozen"
 )
 
 EPOCHS = 4

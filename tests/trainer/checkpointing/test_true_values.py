@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 
 from equipoise import Trainer
 from equipoise.interop.lightning.checkpoint_hooks import hook_of_checkpoint
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring("Checkpoint directory", "Using ModelCheckpoint with manual optimization")
+pytestmark = pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 
 BATCHES = 10
 TARGETS = (3.0, -1.0, 2.5, 0.5, -2.0, 4.0)

@@ -31,11 +31,10 @@ from equipoise.parallel.communication.processes import Processes
 from equipoise.strategies.distributed.epoch_length import Extent, certainty_of, length_of
 from equipoise.trainer.data import loader_state, loaders
 from equipoise.trainer.data.batch_stream import BatchStream
-from tests.conftest import ignoring
-from tests.parity.comparison import differences
+from tests.support.equality import differences
 from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
 
-pytestmark = ignoring("`overfit_batches` needs the same batches")
+pytestmark = pytest.mark.filterwarnings("ignore:`overfit_batches` needs the same batches")
 
 
 class Unsized:

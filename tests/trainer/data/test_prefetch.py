@@ -19,10 +19,7 @@ from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.runtime.run_data import RunData
 from equipoise.trainer.state.run_state import RunState
 from equipoise.tree import tensors_in
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
-
-pytestmark = ignoring()
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

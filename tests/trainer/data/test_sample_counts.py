@@ -12,10 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from equipoise import DDPStrategy
 from equipoise.trainer.data.sample_counts import SampleCounts
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
-
-pytestmark = ignoring()
 
 
 class Sequences(Dataset[Any]):

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from equipoise.errors import ConfigurationError
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
-
-pytestmark = ignoring("An epoch has", "Caches has a `validation_step`")
 
 
 class Net(L.LightningModule):

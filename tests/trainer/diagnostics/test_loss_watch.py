@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, Trainer
-from tests.conftest import ignoring, threads_that_stay
 from tests.support import trainer_runs
+from tests.support.surroundings import threads_that_stay
 
-pytestmark = ignoring("An epoch has")
 FOUND = r"The loss is nan in step 2, batch 2 of epoch 0 \(counted from 0\)\."
 
 

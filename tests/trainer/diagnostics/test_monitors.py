@@ -14,10 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer, with_optimizers
-
-pytestmark = ignoring()
 
 
 class Logging(Small):

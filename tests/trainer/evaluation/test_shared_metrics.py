@@ -9,10 +9,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, trainer
 
-pytestmark = ignoring("Checkpoint directory", "The ``compute`` method of metric MeanMetric")
+pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric MeanMetric")
 
 TRAIN, VAL = torch.arange(4.0)[:, None].repeat(1, 2), torch.arange(10.0, 13.0)[:, None].repeat(1, 2)
 

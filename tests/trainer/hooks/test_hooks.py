@@ -13,10 +13,9 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from equipoise import Callback, Trainer
 from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.state.run_state import RunState
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 
-pytestmark = ignoring("You have overridden `on_.*_batch_transfer` in")
+pytestmark = pytest.mark.filterwarnings("ignore:You have overridden `on_.*_batch_transfer` in")
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
 Note = Callable[..., Any]
 

@@ -10,10 +10,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from equipoise import Trainer
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
 
-pytestmark = ignoring("An epoch has 3 batches", "The `srun` command")
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
 WITHOUT_STATE = [name for name in dir(Callback) if not name.startswith("_") and "state" not in name]
 

@@ -13,10 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise.trainer.logging import csv_rows
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
-
-pytestmark = ignoring()
 
 
 class Growing(Small):

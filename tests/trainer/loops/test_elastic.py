@@ -23,12 +23,11 @@ from torchmetrics import CatMetric, MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import ConfigurationError, PipelineStrategy, Trainer
-from tests.conftest import ignoring
 from tests.support.all_cases import dealt
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring(
-    "Checkpoint directory", "The checkpoint holds states of callbacks", ".* promised .* batches by its length"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The checkpoint holds states of callbacks", "ignore:.* promised .* batches by its length"
 )
 
 SAMPLES, FEATURES, CLASSES, EPOCHS = 29, 4, 3, 2

@@ -215,7 +215,6 @@ CASES = {
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:The lr scheduler keys")
 def test_killed_anywhere(name: str, tmp_path: Path) -> None:
     """Resumes from a checkpoint of every hook: same weights, optimiser, counters, metrics, generators, samples.
 

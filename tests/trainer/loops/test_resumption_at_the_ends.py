@@ -13,11 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.conftest import ignoring
 from tests.parity.resumption import Resumable
 from tests.support.trainer_runs import trainer
 
-pytestmark = ignoring("An epoch has", "The number of training batches", "Checkpoint directory", "Experiment logs")
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs")
 
 SAMPLES = 10
 

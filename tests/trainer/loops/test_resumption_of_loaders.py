@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
 from tests.trainer.loops.test_resumption import SaveEverywhere
 
-pytestmark = ignoring(
-    "An epoch has", "The val loader shuffles", "The number of training batches", ".*`overfit_batches`"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The val loader shuffles", "ignore:.*`overfit_batches`")
 
 SAMPLES = 12
 

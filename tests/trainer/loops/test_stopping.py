@@ -36,7 +36,6 @@ class Follows(Validated):
         self.log("value", self.values[self.current_epoch])
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("at_epoch_end", [False, True])
 @pytest.mark.parametrize(
     ("minimum", "epochs"),

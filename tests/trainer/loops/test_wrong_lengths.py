@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from equipoise import ConfigurationError
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, trainer
 
 # Torch warns of a stream that is longer than it says.
-pytestmark = ignoring("Length of IterableDataset", "Checkpoint directory .* exists and is not empty")
+pytestmark = pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 
 PROMISED = "promised {} batches by its length, and gave {}"
 

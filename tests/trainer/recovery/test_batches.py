@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import Callback, OOMRecovery, Split, Trainer
-from tests.conftest import ignoring
+from tests.support.batches import Batches
+from tests.support.networks.transparency import Base, Mlp
 from tests.support.trainer_runs import trainer
-from tests.test_transparency import Base, Batches, Mlp
 from tests.trainer.recovery.test_recovery import OutOfMemory
 
 pytestmark = [
-    *ignoring("Batch \\d+ (of \\d+ samples?|ran out)", "cpu \\(number \\d\\) ran out"),
+    pytest.mark.filterwarnings(r"ignore:Batch \d+ (of \d+ samples?|ran out)", r"ignore:cpu \(number \d\) ran out"),
     pytest.mark.usefixtures("quick_collections"),
 ]
 SIZES = [6, 4, 5, 6, 2]

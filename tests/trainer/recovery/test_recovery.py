@@ -2,7 +2,7 @@
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,15 @@ from torchmetrics.classification import MulticlassAccuracy
 from equipoise import BalancedDataParallelStrategy, Callback, ConfigurationError, OOMRecovery, Strategy, Trainer
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
-from tests.conftest import ignoring
+from tests.support import one_device
+from tests.support.batches import CLASSES, FEATURES, SIZES, TOKENS, Batches
+from tests.support.equality import assert_equal
+from tests.support.networks.transparency import Base, Convolution, Frozen, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied
+from tests.support.one_device import Gradients, Run, assert_same_run, on_one_device
 from tests.support.trainer_runs import trainer
-from tests.test_transparency import (
-    CLASSES,
-    FEATURES,
-    SIZES,
-    TOKENS,
-    Base,
-    Batches,
-    Convolution,
-    Frozen,
-    Gradients,
-    Masked,
-    MaskedOnTheHost,
-    Mlp,
-    Recurrent,
-    Tied,
-    assert_same,
-    difference,
-    reference,
-)
 
 pytestmark = [
-    *ignoring("Batch \\d+ (of \\d+ samples?|ran out)", "cpu \\(number \\d\\) ran out"),
+    pytest.mark.filterwarnings(r"ignore:Batch \d+ (of \d+ samples?|ran out)", r"ignore:cpu \(number \d\) ran out"),
     pytest.mark.usefixtures("quick_collections"),
 ]
 
@@ -90,19 +75,14 @@ def train(
     injected: OutOfMemory | None = None,
     strategy: Strategy | str = "single_device",
     devices: int = 1,
-    sizes: list[int] = SIZES,
-    callbacks: tuple[Any, ...] = (),
+    callbacks: Sequence[Any] = (),
     **options: Any,
-) -> tuple[Base, list[dict[str, Tensor | None]], Trainer]:
-    torch.manual_seed(7)
-    module, gradients = make(), Gradients()
-    if injected is not None:
-        injected.wrap(module)
-        callbacks = (*callbacks, OOMRecovery(grow_after=3))
-    given = {"strategy": strategy, "devices": devices, "precision": "64-true", "max_epochs": 2, **options}
-    run = trainer(callbacks=[gradients, *callbacks], **given)
-    run.fit(module, DataLoader(Batches(sizes), batch_size=None))
-    return module, gradients.seen, run
+) -> Run:
+    """Train with a recovery that meets what is injected."""
+    if injected is None:
+        return one_device.train(make, strategy, devices, callbacks=[*callbacks], **options)
+    recovering = [*callbacks, OOMRecovery(grow_after=3)]
+    return one_device.train(lambda: injected.wrap(make()), strategy, devices, callbacks=recovering, **options)
 
 
 MODULES = [Mlp, Convolution, Recurrent, Tied, Frozen, Masked, MaskedOnTheHost]
@@ -114,7 +94,7 @@ PHASES = ["forward", "late", "backward"]
 @pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
 def test_gradients_are_those_of_whole_batches(make: type[Base], phase: str) -> None:
     injected = OutOfMemory(most=4, phase=phase)
-    assert_same(reference(make), train(make, injected))
+    assert_same_run(on_one_device(make), train(make, injected))
     assert max(injected.sizes) <= 4
 
 
@@ -122,7 +102,7 @@ def test_gradients_are_those_of_whole_batches(make: type[Base], phase: str) -> N
 @pytest.mark.parametrize("make", [Mlp, Masked])
 def test_with_options(make: type[Base], phase: str) -> None:
     for options in ({"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}):
-        assert_same(reference(make, **options), train(make, OutOfMemory(most=4, phase=phase), **options))
+        assert_same_run(on_one_device(make, **options), train(make, OutOfMemory(most=4, phase=phase), **options))
 
 
 @pytest.mark.quick_cases(4)
@@ -139,7 +119,7 @@ def test_any_failures(case: int) -> None:
     strategy, devices = draw.choice([("single_device", 1), ("dp", 2), ("balanced", 3)])
     if strategy == "balanced":
         strategy = BalancedDataParallelStrategy(shares=[1, 3, 2])
-    assert_same(train(make, **options), train(make, injected, strategy, devices, **options))
+    assert_same_run(train(make, **options), train(make, injected, strategy, devices, **options))
 
 
 @pytest.mark.quick_cases(4)
@@ -341,7 +321,7 @@ def test_answers_that_cannot_be(answer: Any) -> None:
 def test_failures_while_a_window_is_done_again(phase: str) -> None:
     """The second batch fails, then the first when it is computed anew, then the second again."""
     injected = OutOfMemory(failing=(1, 2, 4, 6), phase=phase)
-    assert_same(reference(Mlp, accumulate_grad_batches=2), train(Mlp, injected, accumulate_grad_batches=2))
+    assert_same_run(on_one_device(Mlp, accumulate_grad_batches=2), train(Mlp, injected, accumulate_grad_batches=2))
 
 
 @pytest.mark.quick_cases(4)
@@ -363,8 +343,7 @@ def test_a_window_that_is_resumed_in_its_midst(batch_idx: int, phase: str, tmp_p
         OutOfMemory(failing=failing, phase=phase).wrap(module)
         fit(module, [recovery], accumulate_grad_batches=3, ckpt_path=tmp_path / "x.ckpt")
         assert bool(recovery.events) == bool(failing)
-        for (name, expected), actual in zip(one.named_parameters(), module.parameters(), strict=True):
-            assert difference(expected.detach(), actual.detach()) <= 1e-12, name
+        assert_equal(one, module, 1e-12)
 
 
 def test_lightnings_trainer_is_refused() -> None:

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from equipoise import OOMRecovery
-from tests.conftest import ignoring
-from tests.test_transparency import Mlp
+from tests.support.networks.transparency import Mlp
 from tests.trainer.recovery.test_recovery import PHASES, OutOfMemory, SameAgain, fit
 
-pytestmark = [*ignoring("Batch \\d+ (of \\d+ samples)?"), pytest.mark.usefixtures("quick_collections")]
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:Batch \d+ (of \d+ samples)?"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 
 class Overflowing(Mlp):

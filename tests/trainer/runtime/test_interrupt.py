@@ -12,11 +12,9 @@ import psutil
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.conftest import ignoring
 from tests.support.programs import Program
 from tests.support.trainer_runs import Validated, loader, trainer
 
-pytestmark = ignoring()
 PATIENCE = 300.0  # seconds for what ends after the program
 
 # In a process of its own: it says "ready" where it is to be interrupted, and continues when it reads a line.

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.errors import ConfigurationRuntimeError
-from tests.conftest import ignoring
 from tests.support.trainer_runs import (
     Data,
     Small,
@@ -27,7 +26,6 @@ from tests.support.trainer_runs import (
     with_optimizers,
 )
 
-pytestmark = ignoring()
 NOTHING = TensorDataset(torch.empty(0, 2))
 
 

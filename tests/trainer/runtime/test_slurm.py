@@ -19,12 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import FSDPStrategy
 from equipoise.parallel.communication.rank import slurm_job
 from equipoise.trainer.runtime import slurm
-from tests.conftest import ignoring
 from tests.support.ports import unused_port
 from tests.support.programs import Program
 from tests.support.trainer_runs import Small, Validated, loader, trainer
-
-pytestmark = ignoring()
 
 
 class Waiting(L.LightningModule):

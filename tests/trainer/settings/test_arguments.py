@@ -16,10 +16,8 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.trainer.settings import arguments
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
 
-pytestmark = ignoring()
 LIGHTNINGS_ALONE = {"model_registry"}  # of Lightning's own cloud
 OURS_ALONE = {
     "offload_activations": False,

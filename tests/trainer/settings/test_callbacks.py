@@ -18,10 +18,7 @@ from lightning.pytorch.callbacks import (
 from equipoise import ProgressBar, Trainer
 from equipoise.tables.model_summary import WholeModelSummary
 from equipoise.trainer.settings.callbacks import select_callbacks
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer
-
-pytestmark = ignoring()
 
 
 def kinds(callbacks: list[Any]) -> list[type]:

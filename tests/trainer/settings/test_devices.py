@@ -8,10 +8,8 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSA
 
 from equipoise.parallel.communication.rank import find_rank
 from equipoise.trainer.settings import devices as select
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, trainer
 
-pytestmark = ignoring()
 CPU = torch.device("cpu")
 
 

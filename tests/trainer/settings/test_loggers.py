@@ -9,10 +9,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from equipoise import Trainer
 from equipoise.trainer.settings.loggers import _report_missing_tensorboard, select_loggers
-from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses
-
-pytestmark = ignoring()
 
 
 def test_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

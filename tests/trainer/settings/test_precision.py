@@ -11,10 +11,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from equipoise.precision import make_precision
 from equipoise.trainer.settings.precision import module_init_context, select_plugins, set_torch_flags
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
-
-pytestmark = ignoring()
 
 
 @pytest.fixture

@@ -16,10 +16,8 @@ from equipoise import (
     Strategy,
     Trainer,
 )
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses
 
-pytestmark = ignoring()
 CPU = torch.device("cpu")
 CARDS = [torch.device("cuda", index) for index in range(4)]
 

@@ -7,10 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, refuses_fit, trainer
-
-pytestmark = ignoring()
 
 
 class Milestones(LearningRateFinder):

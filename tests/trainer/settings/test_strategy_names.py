@@ -8,10 +8,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from equipoise import ConfigurationError, DDPStrategy, FSDPStrategy
 from equipoise.trainer.settings.from_lightning.strategy_names import lightning_strategy
-from tests.conftest import ignoring
 from tests.support.trainer_runs import refuses, trainer
 
-pytestmark = ignoring()
 DDP = [name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")]
 FSDP = ["fsdp", "fsdp_cpu_offload"]
 OTHERS = sorted({*StrategyRegistry.available_strategies()} - {*DDP, *FSDP, "single_device"})

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from equipoise import Trainer
 from equipoise.trainer.state.progress import FitProgress, Progress
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Validated, loader, trainer
 
-pytestmark = ignoring()
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
 
 

@@ -11,11 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from equipoise import Trainer
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
-
-pytestmark = ignoring("An epoch has 3 batches", "You defined a `validation_step` but have no")
-
 
 LIGHTNING = Path(lightning.pytorch.__file__).parent
 READERS = ("callbacks", "core", "loggers", "profilers", "utilities")

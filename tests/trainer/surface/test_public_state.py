@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader
 
 from equipoise import Trainer
 from equipoise.trainer.surface.state_fields import StateField
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
 
-pytestmark = ignoring("An epoch has", "The number of training batches", "Checkpoint directory")
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
 
 STAGES = ["training", "validating", "testing", "predicting", "sanity_checking"]

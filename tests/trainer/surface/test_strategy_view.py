@@ -13,10 +13,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from equipoise import SingleDeviceStrategy, Trainer
 from equipoise.errors import ConfigurationTypeError
 from equipoise.trainer.surface.strategy_view import _OF_LIGHTNINGS_LOOPS, StrategyView
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer
-
-pytestmark = ignoring("You defined a `validation_step` but have no")
 
 LIGHTNINGS = (strategies.Strategy, strategies.SingleDeviceStrategy, strategies.ParallelStrategy, strategies.DDPStrategy)
 NAMES = sorted({name for kind in LIGHTNINGS for name in dir(kind) if not name.startswith("_")})

@@ -13,8 +13,6 @@ from equipoise.extensions.comparison.savings.savers import SAVERS, Saver
 from equipoise.extensions.planning.description.layers import repeated_blocks
 from tests.support.projects import project_in, write
 
-pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
-
 # A deep network whose activations, gradients and weights are of similar size.
 FILES = {
     "conf/config.yaml": """

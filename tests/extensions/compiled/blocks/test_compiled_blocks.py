@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend, register_backend
 
-from tests.conftest import ignoring
 from tests.extensions.compiled.blocks.networks import (
     AOT,
     NETWORKS,
@@ -28,8 +27,6 @@ from tests.extensions.compiled.blocks.networks import (
     Whole,
 )
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, in_processes, weights_of
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 TOLERANCE = 1e-10
 # Networks with the compiler's own kernels. Each takes ten seconds or more, unless its programs are on the disk.

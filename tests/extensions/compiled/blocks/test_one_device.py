@@ -13,11 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError, PipelineStrategy, RunSummary, Trainer
 from equipoise.extensions.compiled.blocks.choice import choose_blocks
-from tests.conftest import ignoring
 from tests.extensions.compiled.blocks.networks import AOT, Counting, CountingBlock, Frozen, Pairs, Plain, Whole
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, weights_of
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 class NoisyBlock(CountingBlock):

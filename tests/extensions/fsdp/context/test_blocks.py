@@ -17,7 +17,6 @@ from equipoise.extensions.fsdp.mesh.context.attention import attend
 from equipoise.extensions.fsdp.mesh.context.blocks.divided_blocks import DividedBlocks
 from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
-from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import (
     POSITIONS,
     TOKENS,
@@ -34,8 +33,8 @@ from tests.extensions.fsdp.programs import assert_close, assert_each_close, erro
 from tests.extensions.fsdp.test_checkpoints import SavesAfter
 
 # The bias of T5 is a view, which it does not change in place.
-pytestmark = ignoring(
-    "Checkpoint directory", "The checkpoint holds states of callbacks", "FSDP2-wrapped module (.*) returned a view"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The checkpoint holds states of callbacks", "ignore:FSDP2-wrapped module (.*) returned a view"
 )
 
 BLOCKS = ["network.blocks"]

@@ -17,8 +17,6 @@ from tests.extensions.fsdp.context.networks import DECODER, POSITIONS, Gpt, Task
 from tests.extensions.fsdp.programs import fsdp, in_processes
 from tests.support.quiet import QUIET
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* has a `validation_step`")
-
 LENGTH = 512
 BATCH = 2
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ignoring
 from tests.extensions.fsdp.context.networks import Gpt, Task, Weighted, fit
 from tests.extensions.fsdp.programs import assert_close, fsdp, in_processes
 from tests.extensions.fsdp.test_checkpoints import SavesAfter
 
-pytestmark = [pytest.mark.slow, *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")]
 
 PLAN = {"network.perceptron.1": "colwise", "network.perceptron.3": "rowwise"}
 # The options of the strategy, and the number of processes.

@@ -20,14 +20,13 @@ from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, PipelineStrategy, StepError
 from equipoise.extensions.pipeline.messaging.remote_parameters import is_elsewhere
-from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_processes import Model, data
 from tests.extensions.pipeline.strategy.test_replicas import Counted, samples
 from tests.support.own_average import Own
 from tests.support.pipelines import quiet
 
 pytestmark = [
-    *ignoring("Checkpoint directory", "The checkpoint holds states of callbacks"),
+    pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks"),
     pytest.mark.usefixtures("quick_collections"),
 ]
 

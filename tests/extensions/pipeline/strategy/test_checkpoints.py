@@ -15,12 +15,12 @@ from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.planning.cut import CutOptions, table_of
 from equipoise.extensions.report.collect_record import pipeline_step
-from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_pipeline import Dropping, looped
+from tests.support.batches import Batches
+from tests.support.networks.transparency import Mlp
 from tests.support.pipelines import Tokens, fit, pipelined, quiet
-from tests.test_transparency import Batches, Mlp
 
-pytestmark = ignoring("\\w+ has a `validation_step`, but", "The (dataloader|'train_dataloader')")
+pytestmark = pytest.mark.filterwarnings("ignore:The (dataloader|'train_dataloader')")
 
 SIZES = [13, 13, 5, 13, 2]
 

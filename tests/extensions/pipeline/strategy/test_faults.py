@@ -14,17 +14,15 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError
-from tests.conftest import ignoring
+from tests.support.batches import CLASSES, FEATURES, Batches
+from tests.support.networks.transparency import Base, Mlp
+from tests.support.one_device import Gradients, assert_same_run
 from tests.support.pairs import pairwise
 from tests.support.pipelines import Copying, Tokens, fit, pipelined, quiet, stay_whole
-from tests.test_transparency import CLASSES, FEATURES, Base, Batches, Gradients, Mlp, assert_same
 
 pytestmark = [
-    *ignoring(
-        "Batch \\d+ of \\d+ samples?",
-        "cpu \\(number \\d\\) ran out",
-        "cpu ran out",
-        "\\w+ has a `validation_step`, but",
+    pytest.mark.filterwarnings(
+        r"ignore:Batch \d+ of \d+ samples?", r"ignore:cpu \(number \d\) ran out", "ignore:cpu ran out"
     ),
     pytest.mark.usefixtures("quick_collections"),
 ]
@@ -166,7 +164,7 @@ def test_transforms_of_other_functions():
     def make() -> Any:
         return Transforming(TRANSFORMS["gradient"], through=False)
 
-    assert_same(fit(make, SIZES), fit(make, SIZES, **pipelined(2)))
+    assert_same_run(fit(make, SIZES), fit(make, SIZES, **pipelined(2)))
 
 
 class FailingStep(Mlp):
@@ -256,7 +254,7 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
     devices, schedule = plan
     options |= pipelined(devices, threads=threads, **{**CUT, **schedule})
     module, _, trainer = fit(failing, SIZES, **options, callbacks=[gradients, recovery])
-    assert_same(expected, (module, gradients.seen, trainer))
+    assert_same_run(expected, (module, gradients.seen, trainer))
     assert module.net[stage + 1].calls > 2 * (4 + 4 + 4)
     assert recovery.events[-1].device == str(options["strategy"].devices[stage % devices])
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import ignoring
+from tests.support.batches import TOKENS, VOCABULARY
+from tests.support.networks.transparency import Base
+from tests.support.one_device import assert_same_run
 from tests.support.pipelines import fit, pipelined
-from tests.test_transparency import TOKENS, VOCABULARY, Base, assert_same
-
-pytestmark = ignoring("\\w+ has a `validation_step`, but")
 
 SIZES = [8, 8, 5]
 WIDTH = 8
@@ -111,7 +110,7 @@ class Unmasked(Task):
 @pytest.mark.parametrize("task", [Task, Unmasked])
 def test_a_language_model_in_stages(task, stages, threads):
     cut = fit(task, SIZES, val=[5], **pipelined(stages, micro_batches=2, threads=threads))
-    assert_same(fit(task, SIZES, val=[5]), cut)
+    assert_same_run(fit(task, SIZES, val=[5]), cut)
 
 
 @pytest.mark.parametrize("task", [Task, Unmasked])

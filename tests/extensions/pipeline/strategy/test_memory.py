@@ -11,10 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import PipelineStrategy
 from equipoise.extensions.pipeline.execution import stage_graphs, threaded_engine
 from equipoise.memory.profile import ledger
-from tests.conftest import ignoring
 from tests.support.pipelines import quiet
-
-pytestmark = ignoring()
 
 MICRO_BATCHES = 8
 

@@ -11,26 +11,11 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import PipelineStrategy
 from equipoise.extensions.pipeline.schedule.schedule import actions_of
-from tests.conftest import ignoring
+from tests.support.batches import CLASSES, FEATURES, TOKENS, VOCABULARY, Batches
+from tests.support.networks.transparency import Base, Convolution, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied
+from tests.support.one_device import assert_same_run
 from tests.support.pairs import pairwise
 from tests.support.pipelines import Copying, Tokens, fit, pipelined, quiet
-from tests.test_transparency import (
-    CLASSES,
-    FEATURES,
-    TOKENS,
-    VOCABULARY,
-    Base,
-    Batches,
-    Convolution,
-    Masked,
-    MaskedOnTheHost,
-    Mlp,
-    Recurrent,
-    Tied,
-    assert_same,
-)
-
-pytestmark = ignoring("\\w+ has a `validation_step`, but")
 
 SIZES = [13, 13, 5, 13, 2]
 INTERLEAVED = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
@@ -83,7 +68,7 @@ def test_gradients_are_those_of_one_device(plan, micro_batches, threads):
     expected = reference(Tokens, val=[4, 3])
     options = {"micro_batches": micro_batches, "schedule": schedule, "threads": threads}
     run = fit(Tokens, SIZES, val=[4, 3], **looped(devices, each, **options))
-    assert_same(expected, run)
+    assert_same_run(expected, run)
     assert_same_logs(expected[2], run[2])
     timeline = run[2].connected_strategy.timeline
     last = min(micro_batches, SIZES[-1])
@@ -97,7 +82,7 @@ def by_self() -> Any:
 
 
 def test_the_module_itself_may_be_the_network():
-    assert_same(reference(by_self), fit(by_self, SIZES, **pipelined(3, micro_batches=4)))
+    assert_same_run(reference(by_self), fit(by_self, SIZES, **pipelined(3, micro_batches=4)))
 
 
 class LongRecurrent(Base):
@@ -241,7 +226,7 @@ NETWORKS = [
 @pytest.mark.parametrize("make", NETWORKS)
 def test_networks_of_all_kinds(make, strategy):
     run = fit(make, SIZES, **pipelined(2, strategy, micro_batches=4))
-    assert_same(reference(make), run)
+    assert_same_run(reference(make), run)
 
 
 DIVISIBLE = [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace, Transformer]
@@ -253,7 +238,7 @@ DIVISIBLE = [Recurrent, Tied, Frozen, Before, SharedLayer, InPlace, Transformer]
 )
 def test_several_stages_on_each_device(make, strategy, schedule):
     run = fit(make, SIZES, **looped(1 if make is Recurrent else 2, 2, strategy, micro_batches=4, schedule=schedule))
-    assert_same(reference(make), run)
+    assert_same_run(reference(make), run)
 
 
 class Evaluated(Transformer):
@@ -281,7 +266,7 @@ def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(options):
 @pytest.mark.parametrize("threads", [None, True])
 def test_copies_of_tied_layers(make, threads):
     run = fit(make, SIZES, accumulate_grad_batches=2, **pipelined(3, Copying, micro_batches=3, threads=threads))
-    assert_same(reference(make, accumulate_grad_batches=2), run)
+    assert_same_run(reference(make, accumulate_grad_batches=2), run)
 
 
 @pytest.mark.parametrize("threads", [None, True])
@@ -289,7 +274,7 @@ def test_a_layer_has_one_copy_on_each_device(threads):
     """The shared layer is called in four stages, on two devices."""
     cut = {"cut_before": ["other", "tanh_2", "tanh_3"], "micro_batches": 3, "threads": threads}
     run = fit(SharedLayer, SIZES, accumulate_grad_batches=2, **looped(2, 2, Copying, **cut))
-    assert_same(reference(SharedLayer, accumulate_grad_batches=2), run)
+    assert_same_run(reference(SharedLayer, accumulate_grad_batches=2), run)
 
 
 class Sparse(Base):
@@ -346,7 +331,7 @@ class CalledTwice(Mlp):
 def test_a_later_stage_computes_the_largest_child_with_its_own_copy():
     expected = reference(CalledTwice)
     run = fit(CalledTwice, SIZES, **pipelined(2, Copying, micro_batches=2, cut_before=["other"]))
-    assert_same(expected, run)
+    assert_same_run(expected, run)
     assert len(Noting.computed) == 2
 
 
@@ -368,7 +353,7 @@ class Late(Mlp):
 @pytest.mark.parametrize("cut_before", [["net.4"], None])
 def test_a_first_call_may_create_submodules(cut_before):
     run = fit(Late, SIZES, **pipelined(2, micro_batches=2, cut_before=cut_before))
-    assert_same(reference(Late), run)
+    assert_same_run(reference(Late), run)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -388,7 +373,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options(options, schedule):
     run = fit(Tokens, SIZES, **options, **pipelined(3, micro_batches=5, schedule=schedule))
     expected = reference(Tokens, **options)
-    assert_same(expected, run)
+    assert_same_run(expected, run)
     assert_same_logs(expected[2], run[2])
 
 
@@ -413,7 +398,9 @@ class Stateful(Mlp):
 
 @pytest.mark.parametrize("make", [Scheduled, ByLbfgs, Stateful])
 def test_optimizers_and_schedulers(make):
-    assert_same(reference(make), fit(make, SIZES, **pipelined(2, micro_batches=3)), 1e-10 if make is ByLbfgs else 1e-12)
+    assert_same_run(
+        reference(make), fit(make, SIZES, **pipelined(2, micro_batches=3)), 1e-10 if make is ByLbfgs else 1e-12
+    )
 
 
 class Skipping(Mlp):
@@ -433,7 +420,7 @@ class Skipping(Mlp):
 @pytest.mark.parametrize("stages", [2, 3])
 def test_steps_that_skip(stages):
     """Micro-batches of one sample, most of which are skipped."""
-    assert_same(reference(Skipping), fit(Skipping, SIZES, **pipelined(stages, micro_batches=13)))
+    assert_same_run(reference(Skipping), fit(Skipping, SIZES, **pipelined(stages, micro_batches=13)))
 
 
 class Measured(Mlp):
@@ -457,7 +444,7 @@ class Measured(Mlp):
 
 def test_metrics_and_outputs():
     expected, run = reference(Measured), fit(Measured, SIZES, **pipelined(2, micro_batches=4))
-    assert_same(expected, run)
+    assert_same_run(expected, run)
     assert_same_logs(expected[2], run[2])
     for one, other in zip(expected[0].seen, run[0].seen, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12, check_device=False)
@@ -471,8 +458,8 @@ def test_mixed_precision(precision):
     options = {"precision": precision, "max_epochs": 1}
     expected = fit(Mlp, [8, 8], **options)
     run = fit(Mlp, [8, 8], **options, **pipelined(2, micro_batches=1))
-    assert_same(expected, run, 1e-6)
-    assert_same(expected, fit(Mlp, [8, 8], **options, **pipelined(2, micro_batches=4, threads=True)), 0.05)
+    assert_same_run(expected, run, 1e-6)
+    assert_same_run(expected, fit(Mlp, [8, 8], **options, **pipelined(2, micro_batches=4, threads=True)), 0.05)
 
 
 # Evaluations
@@ -531,7 +518,7 @@ class Training(Tokens):
 @pytest.mark.parametrize("strategy", [PipelineStrategy, Copying])
 def test_gradients_pass_through_a_forward_outside_of_the_step(strategy):
     expected, run = reference(Training), fit(Training, SIZES, **pipelined(3, strategy, micro_batches=2))
-    assert_same(expected, run)
+    assert_same_run(expected, run)
     for name, gradient in expected[0].found.items():
         torch.testing.assert_close(run[0].found[name], gradient, rtol=1e-11, atol=1e-12, check_device=False, msg=name)
 
@@ -552,7 +539,7 @@ class Dropping(Mlp):
 def test_dropout_can_be_repeated():
     cut = {"cut_before": ["net.3"], "micro_batches": 4}
     runs = [fit(Dropping, SIZES, **pipelined(2, **cut)) for _ in range(2)]
-    assert_same(*runs, 0.0)
+    assert_same_run(*runs, 0.0)
 
 
 def test_measuring_leaves_no_trace():
@@ -569,7 +556,7 @@ def test_measuring_leaves_no_trace():
     measured = fit(Normed, [8, 12], **pipelined(2, micro_batches=4))
     names = measured[2].connected_strategy.portable.strategy_state()["cut_before"]
     given = fit(Normed, [8, 12], **pipelined(2, micro_batches=4, cut_before=names))
-    assert_same(measured, given, 0.0)
+    assert_same_run(measured, given, 0.0)
     for one, other in zip(measured[0].buffers(), given[0].buffers(), strict=True):
         assert torch.equal(one, other)
 
@@ -599,11 +586,11 @@ class ConstantsBesideTheInput(Constants):
 
 
 def test_tensors_that_the_forward_makes_by_itself():
-    assert_same(reference(Constants), fit(Constants, SIZES, **pipelined(2)))
+    assert_same_run(reference(Constants), fit(Constants, SIZES, **pipelined(2)))
 
 
 def test_tensors_that_the_forward_makes_on_the_device_of_its_input():
-    assert_same(
+    assert_same_run(
         reference(ConstantsBesideTheInput),
         fit(ConstantsBesideTheInput, SIZES, **pipelined(2, micro_batches=2, cut_before=["two"])),
     )

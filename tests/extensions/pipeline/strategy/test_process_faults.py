@@ -17,15 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import PipelineStrategy, Trainer, WorkerError
 from equipoise.parallel.workers import launch
-from tests.conftest import ignoring
 from tests.strategies.ddp.test_faults import Mistake, hangs, is_killed, raises
 from tests.strategies.programs import start_script, torchrun, wait_for
 from tests.support.pipelines import stay_whole
 from tests.support.ports import unused_port
 from tests.support.programs import Program
 from tests.support.quiet import QUIET
-
-pytestmark = ignoring(r"\w+ has a `validation_step`, but")
 
 
 class FailsBackward(torch.autograd.Function):

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, PipelineStrategy, Trainer, WorkerError
-from tests.conftest import ignoring
 from tests.support.pairs import pairwise
 from tests.support.pipelines import stay_whole
 from tests.support.quiet import QUIET
 
-pytestmark = [*ignoring(".*memory", "Batch \\d+ of \\d+ samples"), pytest.mark.usefixtures("quick_collections")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*memory", r"ignore:Batch \d+ of \d+ samples"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 WIDTH, STAGES = 4, 3
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, PipelineStrategy, Trainer
-from tests.conftest import ignoring
 from tests.support.quiet import QUIET
 
-pytestmark = [*ignoring("Checkpoint directory", ".*memory"), pytest.mark.usefixtures("quick_collections")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*memory"), pytest.mark.usefixtures("quick_collections")]
 
 WIDTH = 6
 CUT = ["net.blocks.1", "net.blocks.3"]  # three stages

@@ -17,11 +17,10 @@ from torchmetrics import MeanMetric
 
 from equipoise import Callback, ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer
 from equipoise.extensions.pipeline.schedule.schedule import actions_of
-from tests.conftest import ignoring
 from tests.support.pairs import pairwise
 from tests.support.pipelines import stay_whole
 
-pytestmark = [*ignoring("Checkpoint directory"), pytest.mark.usefixtures("quick_collections")]
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 WORDS, WIDTH = 19, 8
 SIZES = (13, 13, 5)  # of the batches

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError, Trainer, WorkerError
-from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_process_faults import SCRIPT, Faulty, nobody_is_left
 from tests.extensions.pipeline.strategy.test_processes import (
     WORDS,
@@ -29,10 +28,7 @@ from tests.strategies.ddp.test_faults import Mistake, is_killed, raises
 from tests.strategies.programs import torchrun
 from tests.support.pipelines import stay_whole
 
-pytestmark = [
-    *ignoring("Checkpoint directory", r"\w+ has a `validation_step`, but"),
-    pytest.mark.usefixtures("quick_collections"),
-]
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 # Samples of a step on all replicas together.
 STEP = 12

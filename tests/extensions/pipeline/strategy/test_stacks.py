@@ -21,10 +21,7 @@ from equipoise.extensions.pipeline.planning.cut import Cut
 from equipoise.extensions.pipeline.planning.stage_costs import Stage
 from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES
 from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
-from tests.conftest import ignoring
 from tests.support.pipelines import quiet
-
-pytestmark = ignoring("Checkpoint directory")
 
 FEATURES, WIDTH, LAYERS = 4, 8, 6
 

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError, PipelineStrategy
-from tests.conftest import ignoring
 from tests.extensions.pipeline.strategy.test_pipeline import SIZES, Dropping, reference
+from tests.support.batches import CLASSES, FEATURES
+from tests.support.networks.transparency import Base, Mlp
+from tests.support.one_device import assert_same_run
 from tests.support.pipelines import Tokens, fit, pipelined, stay_whole
-from tests.test_transparency import CLASSES, FEATURES, Base, Mlp, assert_same
-
-pytestmark = ignoring("\\w+ has a `validation_step`, but")
 
 
 def zero(devices: int = 2, each: int = 2, strategy: Any = PipelineStrategy, **options: Any) -> dict[str, Any]:
@@ -149,16 +148,16 @@ class Unusual(Base):
 @pytest.mark.parametrize("threads", [None, True])
 @pytest.mark.parametrize("make", [InTheStep, Hooked, Repeating, Beside, Unusual])
 def test_steps_and_hooks(make, threads):
-    assert_same(reference(make), fit(make, SIZES, **zero(threads=threads)))
+    assert_same_run(reference(make), fit(make, SIZES, **zero(threads=threads)))
 
 
 def test_the_same_as_with_whole_backwards_to_the_bit():
     """With dropout, whose masks follow from the order of forwards: all at once at first, since there are few."""
     cut = {"cut_before": ["net.2", "net.3", "net.4.1"], "micro_batches": 2}
     runs = [fit(Dropping, SIZES, **zero(**cut)), fit(Dropping, SIZES, **zero(**cut))]
-    assert_same(*runs, 0.0)
+    assert_same_run(*runs, 0.0)
     whole = fit(Dropping, SIZES, **zero(**cut, schedule="interleaved_1f1b"))
-    assert_same(whole, runs[0], 0.0)
+    assert_same_run(whole, runs[0], 0.0)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
@@ -166,9 +165,9 @@ def test_mixed_precision(precision):
     """A weight that is cast once for several uses."""
     options = {"precision": precision, "max_epochs": 1}
     expected = fit(Tokens, [8, 8], **options, **zero(schedule="interleaved_1f1b"))
-    assert_same(expected, fit(Tokens, [8, 8], **options, **zero()), 1e-2)
+    assert_same_run(expected, fit(Tokens, [8, 8], **options, **zero()), 1e-2)
     one = fit(Mlp, [8, 8], **options)
-    assert_same(one, fit(Mlp, [8, 8], **options, **zero(1, 2, micro_batches=1)), 1e-6)
+    assert_same_run(one, fit(Mlp, [8, 8], **options, **zero(1, 2, micro_batches=1)), 1e-6)
 
 
 def test_activation_checkpointing_is_refused():

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from equipoise import ConfigurationError
 from equipoise.extensions.pipeline import checked_traces
 from equipoise.extensions.pipeline.recording import tracing
-from tests.conftest import ignoring
+from tests.support.batches import CLASSES
+from tests.support.networks.transparency import Base, Mlp
+from tests.support.one_device import assert_same_run
 from tests.support.pipelines import fit, pipelined
-from tests.test_transparency import CLASSES, Base, Mlp, assert_same
-
-pytestmark = ignoring("\\w+ has a `validation_step`, but")
 
 SIZES = [13, 5]
 
@@ -83,7 +82,7 @@ class Switching(Asked):
 
 
 def test_another_mode_is_another_trace():
-    assert_same(fit(Switching, SIZES), fit(Switching, SIZES, **pipelined(2)))
+    assert_same_run(fit(Switching, SIZES), fit(Switching, SIZES, **pipelined(2)))
 
 
 # What a recording cannot know: something outside of the module that changes from call to call.
@@ -125,7 +124,7 @@ def test_a_submodule_whose_trace_is_wrong_stays_whole(monkeypatch):
     def make() -> Asked:
         return Asked(lambda: Around(question()))
 
-    assert_same(fit(make, SIZES), fit(make, SIZES, **pipelined(2, micro_batches=2)))
+    assert_same_run(fit(make, SIZES), fit(make, SIZES, **pipelined(2, micro_batches=2)))
 
 
 class Noisy(Mlp):
@@ -207,4 +206,4 @@ class Energy(Mlp):
 
 
 def test_a_forward_that_goes_backward_by_itself():
-    assert_same(fit(Energy, SIZES), fit(Energy, SIZES, **pipelined(2, micro_batches=2)))
+    assert_same_run(fit(Energy, SIZES), fit(Energy, SIZES, **pipelined(2, micro_batches=2)))

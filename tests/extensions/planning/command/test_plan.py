@@ -11,8 +11,6 @@ from equipoise.extensions.common import bench
 from tests.support.bounded_calls import call_here
 from tests.support.projects import project_in
 
-pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
-
 FILES = {
     "conf/config.yaml": """
         defaults: [equipoise, _self_, module: net, data: rows]

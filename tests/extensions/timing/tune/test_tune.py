@@ -11,16 +11,14 @@ import yaml
 from equipoise.extensions.common import bench
 from equipoise.extensions.timing import clock as clock_module
 from equipoise.extensions.timing.tune import probe, rounds
-from tests.app.conftest import equipoise, no_trace, quick
 from tests.extensions.timing.tune.passing import CLOCK, FILES
 from tests.support.bounded_calls import call_here
+from tests.support.commands import equipoise, no_trace, quick
 from tests.support.projects import project_in
 
 __all__ = ["equipoise", "no_trace", "quick"]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
 ]
 

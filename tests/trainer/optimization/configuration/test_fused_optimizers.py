@@ -13,10 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
-
-pytestmark = ignoring()
 
 KINDS = {
     "SGD": lambda parameters: SGD(parameters, 0.1, momentum=0.9),

@@ -12,10 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import MemoryLogger
-from tests.conftest import ignoring
 from tests.support.trainer_runs import trainer
-
-pytestmark = ignoring()
 
 
 class LowBits(Optimizer):

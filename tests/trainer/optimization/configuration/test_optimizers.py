@@ -18,10 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.trainer.optimization.configuration.optimizers import NoOptimizer, move_state, parse_optimizers
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, trainer, with_optimizers
-
-pytestmark = ignoring()
 
 
 def sgd(module: nn.Module) -> SGD:

@@ -11,10 +11,9 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from equipoise import EnsembleStrategy
-from tests.conftest import ignoring
 from tests.support.trainer_runs import Small, loader, refuses, refuses_fit, trainer, with_optimizers
 
-pytestmark = ignoring("Found unsupported keys in the optimizer configuration")
+pytestmark = pytest.mark.filterwarnings("ignore:Found unsupported keys in the optimizer configuration")
 
 
 def pair(module: Any) -> tuple[SGD, Adam]:

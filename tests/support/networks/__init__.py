@@ -1,0 +1,1 @@
+"""Networks that several folders of tests train."""
