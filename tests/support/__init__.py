@@ -1,4 +1,4 @@
-"""What test files share: no test file imports from another one.
+"""Parts that test files share; none of them imports from another one.
 
 - `equality.assert_equal`: the one comparison of nested values, to the bit or within a tolerance.
 - `one_device`: "equal to one device": `train` a network with a strategy, compare its `Run` with that `on_one_device`.
