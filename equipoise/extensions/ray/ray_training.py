@@ -147,7 +147,9 @@ def _own_handler_of_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        # None: another language has set it, and it cannot be restored.
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _first_cause(error: Any) -> BaseException:

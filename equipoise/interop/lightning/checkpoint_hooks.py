@@ -1,8 +1,8 @@
 """ModelCheckpoint's hooks as they are called here, so that files hold what their names say.
 
 Lightning's callback ranks files by values that it finds when a step ends. A value of the validation then belongs to
-weights of an earlier step. Here the callback waits for the next validation, which it does by itself where there is no
-value yet. What ends a run that is killed, its last file, is written at its step all the same.
+weights of an earlier step. Here a save that is due waits for the next validation, as Lightning's does where there is no
+value yet. The last file (`save_last=True`), from which a killed run resumes, is written immediately all the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Hook = Callable[..., Any]
 _SAVING_HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end")
 
 # What is needed of the callback; without it, its hooks are called as they are.
-_NAMES = (
+_NEEDED_NAMES = (
     "_defer_save_until_validation",
     "_last_checkpoint_saved",
     "_last_global_step_saved",
@@ -38,7 +38,8 @@ class FitFacts(Protocol):
     """What the hooks of checkpoints ask of a fit.
 
     Attributes:
-        later_files: Files that are newer than the checkpoint that this run resumes from.
+        later_files: Files that are newer than the checkpoint that this run resumes from. It writes them again, so they
+            may be replaced.
         last_writes: The steps at which callbacks have written their last files before the validation, by their keys.
     """
 
@@ -46,7 +47,7 @@ class FitFacts(Protocol):
     last_writes: dict[str, int]
 
     def is_of_this_run(self, path: str) -> bool:
-        """Return True if this run wrote a checkpoint, or the run that it resumes from; the main process reads it."""
+        """Return True if this run wrote a checkpoint, or the run that it resumes from; called in the main process."""
 
     def is_validated(self, name: str) -> bool:
         """Return True if the validation alone logs a value; called in all processes together."""
@@ -71,7 +72,7 @@ def hook_of_checkpoint(callback: Callback, name: str, method: Hook, fit: FitFact
         return method
     if name == "on_train_end":
         method = _not_in_fast_dev_run(method)
-    if not all(hasattr(callback, needed) for needed in _NAMES):
+    if not all(hasattr(callback, needed) for needed in _NEEDED_NAMES):
         return method
     hooks = _CheckpointHooks(callback, fit)
     if callback.monitor is not None:
@@ -97,6 +98,8 @@ def _not_in_fast_dev_run(method: Hook) -> Hook:
 
 
 class _CheckpointHooks:
+    """Hooks of a ModelCheckpoint, and methods that are replaced during one; they use its private attributes."""
+
     def __init__(self, callback: Any, fit: FitFacts) -> None:
         self._callback = callback
         self._fit = fit
@@ -115,7 +118,8 @@ class _CheckpointHooks:
     def at_batch_end(self, method: Hook) -> Hook:
         """Return a hook that waits for the validation which computes the value of the present weights."""
         callback = self._callback
-        # Without one of these names, a save may be due at any time.
+        # 1. The steps at which a save may be due: any, if the callback saves by the clock or has a hook of its own, or
+        #    in a version of Lightning without these names.
         every = getattr(callback, "_every_n_train_steps", 1)
         saves_by_time = not hasattr(callback, "_train_time_interval") or callback._train_time_interval is not None
         is_changed = type(callback).on_train_batch_end is not ModelCheckpoint.on_train_batch_end
@@ -124,10 +128,12 @@ class _CheckpointHooks:
         def save_or_wait(trainer: Any, *args: Any) -> None:
             if not saves_at_any_time and (every < 1 or trainer.global_step % every):
                 return
+            # 2. Call the hook. It sets its flag if the value is missing, so the flag tells whether this step must wait.
             was_waiting = callback._defer_save_until_validation
             callback._defer_save_until_validation = False
             with _replaced(callback, "_monitor_candidates", self._present_values):
                 method(trainer, *args)
+            # 3. What has waited before waits further.
             is_saved = callback._last_global_step_saved == trainer.global_step
             must_wait = callback._defer_save_until_validation and not is_saved
             callback._defer_save_until_validation = was_waiting or must_wait
@@ -144,11 +150,12 @@ class _CheckpointHooks:
         value = values.get(name)
         if isinstance(value, Tensor):
             value = value.cpu()
-        is_validated, value = trainer.strategy.broadcast((self._fit.is_validated(name), value))
+        is_validated = self._fit.is_validated(name)
+        # All processes take the view of the main one, which may have logged a value alone.
+        is_validated, value = trainer.strategy.broadcast((is_validated, value))
         if is_validated:
             values.pop(name, None)
         elif name not in values and value is not None:
-            # The main process alone has logged it.
             values[name] = torch.as_tensor(value, device=trainer.strategy.root_device)
         return values
 
@@ -156,7 +163,7 @@ class _CheckpointHooks:
         """Write the last file without its rank. The step counts as not saved, so that the validation may save it."""
         callback = self._callback
         key = callback.state_key
-        # A step is due in each micro-batch up to the next step.
+        # The hook comes here after each micro-batch of a window, in which the step stays the same.
         if self._fit.last_writes.get(key) == trainer.global_step or self._fit.validates_next():
             return
         self._fit.last_writes[key] = trainer.global_step
@@ -165,7 +172,10 @@ class _CheckpointHooks:
         callback._last_global_step_saved, callback._last_checkpoint_saved = before
 
     def at_validation_end(self, method: Hook) -> Hook:
-        """Return a hook that saves what has waited, also where epochs are saved at their ends."""
+        """Return a hook that saves what has waited, also if the callback saves at the ends of epochs.
+
+        Its hook would then return before it looks at what has waited.
+        """
         callback = self._callback
 
         def save_what_waits(trainer: Any, *args: Any) -> None:
@@ -187,7 +197,8 @@ class _CheckpointHooks:
     def may_remove(self, trainer: Any, previous: str, current: str) -> bool:
         """Return True if a file of the callback's own folder is to be removed; on a store Lightning removes any."""
         callback = self._callback
-        if not str(previous).startswith(str(callback.dirpath)):
+        folder = str(callback.dirpath).rstrip("/")
+        if not str(previous).startswith(f"{folder}/"):
             return False
         return bool(type(callback)._should_remove_checkpoint(callback, trainer, previous, current))
 

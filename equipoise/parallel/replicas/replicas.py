@@ -71,7 +71,12 @@ class Replicas:
         Args:
             indices: The indices of the devices.
         """
-        replicas = [self._current_replica(index) for index in indices if index]
+        # 1. If the module's structure has changed, all copies are outdated.
+        if any(self._replicas[index].structure.has_changed() for index in indices if index in self._replicas):
+            self._replicas.clear()
+        replicas = [self._replicas.get(index) or self._made(index) for index in indices if index]
+
+        # 2. What has changed since the last step.
         for replica in replicas:
             replica.refresh_attributes()
         with torch.no_grad():
@@ -92,14 +97,7 @@ class Replicas:
     def _broadcast(tensors: Sequence[Tensor], replicas: Sequence[Replica]) -> list[Sequence[Tensor]]:
         return coalesced.broadcast(tensors, [replica.device for replica in replicas])
 
-    def _current_replica(self, index: int) -> Replica:
-        """Return the replica of a device. It is made if none exists or if the module's structure has changed."""
-        replica = self._replicas.get(index)
-        if replica is not None:
-            if not replica.structure.has_changed():
-                return replica
-            # All other replicas are outdated as well.
-            self._replicas.clear()
+    def _made(self, index: int) -> Replica:
         if not self._always_connected:
             check_hooks(self.module)
         with computing_on(index):

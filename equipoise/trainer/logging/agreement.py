@@ -33,7 +33,9 @@ class LogAgreement:
     module: nn.Module
 
     def reduce_epoch_values(self, collection: Collection, dataloader_idx: int | None) -> None:
-        """Check the values of the epoch, and give all processes those of rank 0.
+        """Check the values of the epoch, and give all processes those of the first one that has logged them.
+
+        Nothing is reduced: the values are the same, or what rank 0 alone logs.
 
         Args:
             collection: The values that this process has logged.
@@ -42,32 +44,38 @@ class LogAgreement:
         Raises:
             StepError: In all processes, if values differ.
         """
+        # 1. Exchange the values. To find the metrics, the whole module is searched.
         of_loader = [entry for entry in collection.entries.values() if entry.dataloader_idx == dataloader_idx]
         live = [entry for entry in of_loader if entry.live]
         names: dict[int, str] = {}
         if any(entry.metric is not None for entry in live):
             names = {id(metric): name for name, metric in named_metrics(self.module).items()}
         states_of_processes = self.gather({entry.key: entry.state_dict(names) for entry in live})
+
+        # 2. Check each name that any process has logged, in the order of the first process that has it.
         keys: dict[Any, None] = {}
         for states_of_process in states_of_processes:
             keys.update(dict.fromkeys(states_of_process))
         for key in keys:
             states = [states_of_process.get(key) for states_of_process in states_of_processes]
-            first = next(state for state in states if state is not None)
+            present = next(state for state in states if state is not None)
             entry = collection.entries.get(key)
             if entry is None:
-                entry = Entry.like(first, named_metrics(self.module))
+                entry = Entry.like(present, named_metrics(self.module))
+            # What rank 0 alone logs has nothing to agree with.
             if entry.options.on_epoch and not entry.options.rank_zero_only:
-                _check(entry, states)
+                _check_agrees(entry, states)
+
+            # 3. Take the values. A metric synchronises its states by itself.
             collection.add(entry)
             if entry.metric is None:
-                entry.load_values(first)
+                entry.load_values(present)
 
     def sync_step_values(self, collection: Collection) -> None:
         """Do nothing: loggers write in rank 0, whose hooks receive what those of one process do."""
 
 
-def _check(entry: Entry, states: list[Any]) -> None:
+def _check_agrees(entry: Entry, states: list[Any]) -> None:
     """Compare the values of a name in all processes."""
     hook, name, _ = entry.key
     first = states[0]
@@ -82,11 +90,11 @@ def _are_equal(one: dict[str, Any], other: dict[str, Any], is_mean: bool) -> boo
     total = _number(one["total"])
     other_total = _number(other["total"])
     if not is_mean or one["weight"] == other["weight"]:
-        # Two NaNs are equal, and 0.0 differs from -0.0.
+        # By their bits: two NaNs are equal, and 0.0 differs from -0.0.
         return repr(total) == repr(other_total)
     mean = total / one["weight"]
     other_mean = other_total / other["weight"]
-    return math.isclose(mean, other_mean, rel_tol=_ROUNDING)
+    return math.isclose(mean, other_mean, rel_tol=_ROUNDING) or (math.isnan(mean) and math.isnan(other_mean))
 
 
 def _number(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """The peak of a recorded step, steps of other sizes, and the search for the largest."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,22 @@ def test_what_exists_for_a_moment() -> None:
     peak = device_peak(recorded, for_a_moment, 1, 1)
     assert peak.nbytes == 100 + 240
     assert peak.parts == {"activation": 240, "parameter": 100}
+
+
+def test_parts_add_up_to_the_peak() -> None:
+    """Also where the peak is the beginning of a phase, at which nothing exists for a moment."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(200):
+        recorded = step(1, *(draw.randrange(1, 300) for _ in range(draw.randrange(1, 4))))
+        load = DeviceLoad(
+            factors={"activation": draw.choice([0, 0.5]), "parameter": {"forward": draw.choice([0, 1])}},
+            additions=(Addition(part="bucket", nbytes=400, phases=(draw.choice(["forward", "backward"]),)),),
+            momentary=("activation", "parameter"),
+        )
+        peak = device_peak(recorded, load, 1, 1)
+        assert abs(sum(peak.parts.values()) - peak.nbytes) <= len(peak.parts)
 
 
 def test_lines_between_real_steps() -> None:

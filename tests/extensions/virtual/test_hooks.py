@@ -425,3 +425,15 @@ class CreatedInStep(Noisy):
 def test_metrics_that_cannot_be_merged_are_refused(module: Any, devices: int, message: str) -> None:
     with pytest.raises(StepError, match=message):
         run(module, devices)
+
+
+class LogsNaN(Noisy):
+    """Logs NaN with the number of samples of its process, which differs in the last batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("not_a_number", float("nan"), on_epoch=True, batch_size=len(batch[0]))
+
+
+@pytest.mark.slow
+def test_means_that_are_nan_everywhere_agree() -> None:
+    assert torch.isnan(run(LogsNaN, 2)["not_a_number_epoch"])

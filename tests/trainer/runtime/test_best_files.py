@@ -127,7 +127,7 @@ def test_files_on_another_file_system_stay(memory: Any, monitor: str | None) -> 
     """There Lightning's callback removes what it keeps no more, in whatever folder."""
     values = [2.0, 1.0]
     options = {"monitor": monitor, "save_last": None}
-    first = fit("memory://a", values, 1, **options).best_model_path
-    keeper = fit("memory://b", values, 2, first, **options)
-    assert keeper.best_model_path == "memory://b/epoch=1.ckpt"
+    first = fit("memory://run10", values, 1, **options).best_model_path
+    keeper = fit("memory://run1", values, 2, first, **options)
+    assert keeper.best_model_path == "memory://run1/epoch=1.ckpt"
     assert memory.exists(first)

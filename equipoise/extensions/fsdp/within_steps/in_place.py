@@ -7,10 +7,19 @@ from torch import Tensor
 
 __all__ = ["IN_PLACE", "RANDOM", "VIEWS", "override"]
 
-# Methods that end with an underscore and change no values.
-_OTHERS = ("requires_grad_", "detach_", "share_memory_", "rename_", "resize_", "resize_as_", "set_", "apply_", "map_")
+# Methods that end with an underscore and change no values, or the memory in which they lie.
+_OTHERS = ("requires_grad_", "detach_", "share_memory_", "rename_", "resize_", "resize_as_", "set_")
 # Operators in place, as in `weight *= 0.9` and `weight[0] = 0`.
-_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__")
+_OPERATORS = (
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+    "__setitem__",
+)
 
 IN_PLACE = (
     *(name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _OTHERS),

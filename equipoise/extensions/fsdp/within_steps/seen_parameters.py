@@ -181,10 +181,14 @@ def _replace(parameter: Any, value: Tensor) -> None:
         parameter.copy_(value)
 
 
+# What torch computes of no tensor in shards.
+_NOT_IN_SHARDS = ("__setitem__", "__ifloordiv__", "floor_divide_")
+
+
 def _on_shard(name: str, inherited: Any) -> Any:
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_mixed = any(operand.ndim and not isinstance(operand, DTensor) for operand in tensors_in((args, kwargs)))
-        if is_mixed or name in RANDOM or name == "__setitem__":
+        if is_mixed or name in RANDOM or name in _NOT_IN_SHARDS:
             _check_in_place(self)
             # Each process computes the whole result, and keeps its part.
             compute_whole(getattr(Tensor, name), (self, *args), kwargs, sum_gradient)
@@ -217,7 +221,18 @@ def _no_hook(name: str, inherited: Any) -> Any:
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
+def _by_element(name: str, inherited: Any) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise StepError(
+            f"`{name}` calls a function for each element, and under strategy='fsdp' a process has a part of them here."
+            " Compute the whole, and write it: `weight.copy_(function(weight))`."
+        )
+
+    return refuse
+
+
 @override(_HOOKS, _no_hook)
+@override(("apply_", "map_"), _by_element)
 @override(IN_PLACE, _on_shard)
 class Shard(DTensor):
     """A parameter in shards, its data, or its gradient.
@@ -426,6 +441,15 @@ class WholeParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         _replace(self, value)
+
+    def detach(self) -> Any:
+        """Return the values, which belong to no graph."""
+        if not self._seen.is_gathered:
+            return self._seen.shard.detach()
+        # Torch counts no changes by `apply_`, nor of the array that `numpy()` of this returns.
+        self._seen.is_touched = True
+        with own_functions():
+            return super().detach()
 
     @property
     def grad(self) -> Any:

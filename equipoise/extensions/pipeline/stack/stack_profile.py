@@ -4,6 +4,7 @@ The forward and its backward run several times on one device, and the quickest p
 before the first layer counts as a part of it, and what follows a layer as a part of that layer.
 """
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -67,27 +68,20 @@ def profile_stack(stack: LayerStack, call: NetworkCall) -> StackProfile:
             side_effect = side_effect or effects.describe(network, kept_only=True)
         passes.append(measurement)
 
-    # 2. Take the quickest times of each layer, and the memory of the first pass.
+    # 2. What lies around the layers belongs to the first and to the last.
     first_pass = passes[0]
-    around = _modules_around(network, stack)
-    before: list[Tensor] = []
-    after: list[Tensor] = []
-    for module in around:
-        tensors_around = before if id(module) in first_pass.called_before else after
-        tensors_around += module.parameters(recurse=False)
-        tensors_around += module.buffers(recurse=False)
+    before, after = _tensors_around(network, stack, first_pass.called_before)
+    tensors_of_layers = [[*parameters_and_buffers(layer)] for layer in stack.values()]
+    tensors_of_layers[0] += before
+    tensors_of_layers[-1] += after
+
+    # 3. Take the quickest times of each layer, and the memory of the first pass.
     blocks = []
-    for index, (name, layer) in enumerate(stack.items()):
-        tensors = [*parameters_and_buffers(layer)]
-        # What lies around the layers belongs to the first and to the last.
-        if index == 0:
-            tensors += before
-        if index == len(stack) - 1:
-            tensors += after
+    for index, (name, tensors) in enumerate(zip(stack, tensors_of_layers, strict=True)):
         block = Block(
             name=name,
-            forward=min(measurement.forward[index] for measurement in passes),
-            backward=min(measurement.backward[index] for measurement in passes),
+            forward=min(measurement.forward_seconds[index] for measurement in passes),
+            backward=min(measurement.backward_seconds[index] for measurement in passes),
             saved=first_pass.saved[index],
             boundary=first_pass.boundaries[index],
             parameters=sum(tensor.nbytes for tensor in tensors),
@@ -98,14 +92,34 @@ def profile_stack(stack: LayerStack, call: NetworkCall) -> StackProfile:
     return StackProfile(blocks, before, side_effect, repeats_random_layers)
 
 
+def _tensors_around(
+    network: nn.Module, stack: LayerStack, called_before: Collection[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters and buffers outside of the layers: of modules called before the first one, and of others.
+
+    Args:
+        network: The network.
+        stack: Its layers.
+        called_before: Ids of the modules that are called before the first layer.
+    """
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    for module in _modules_around(network, stack):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if id(module) in called_before:
+            before.extend(tensors)
+        else:
+            after.extend(tensors)
+    return before, after
+
+
 class _Pass:
     """One forward and backward.
 
     Attributes:
-        forward, backward: Seconds of each layer.
+        forward_seconds, backward_seconds: Durations of each layer.
         saved: Bytes that each layer is the first to keep for its backward.
-        boundaries: Bytes of the arguments of the layer after each layer; 0 for the last.
-        output: Output of the network.
+        boundaries: Bytes that pass from each layer to the next; 0 for the last.
         draws_numbers: True if the forward has drawn random numbers on the device.
         repeats_layers: True if the backward has computed a layer again.
         called_before: Ids of the modules whose first call came before the first layer.
@@ -113,11 +127,10 @@ class _Pass:
 
     def __init__(self, stack: LayerStack, call: NetworkCall) -> None:
         count = len(stack)
-        self.forward = [0.0] * count
-        self.backward = [0.0] * count
+        self.forward_seconds = [0.0] * count
+        self.backward_seconds = [0.0] * count
         self.saved = [0] * count
         self.boundaries = [0] * count
-        self.output: Any = None
         self.draws_numbers = False
         self.repeats_layers = False
         # The network itself is called by its forward.
@@ -125,14 +138,14 @@ class _Pass:
         self._stack = stack
         self._call = call
         self._device = call.device
-        # The latest layer that was entered, and the time since which it counts.
+        # The layer for which time and memory count now: what precedes the first one counts for it.
         self._layer = 0
         self._has_entered = False
         self._in_backward = False
         self._since = 0.0
-        # Storages that do not count for a layer: parameters and buffers, and what earlier layers have saved. Then those
-        # that do.
-        self._addresses = addresses_of(parameters_and_buffers(call.network))
+        # Storages of parameters, of buffers, and of what earlier layers have saved.
+        self._counted_addresses = addresses_of(parameters_and_buffers(call.network))
+        # Bytes that the present layer has saved, by the address of their storage.
         self._newly_saved: dict[int, int] = {}
         # By layer, the time when the gradient of its first argument was there.
         self._arrivals: dict[int, float] = {}
@@ -153,14 +166,14 @@ class _Pass:
             args, kwargs = self._call.structure.fill(self._call.copied_tensors())
             random_state = _random_state(self._device)
             self._since = now(self._device)
-            with saved_storages(self._newly_saved, self._addresses):
-                self.output = self._call.forward(*args, **kwargs)
+            with saved_storages(self._newly_saved, self._counted_addresses):
+                output = self._call.forward(*args, **kwargs)
             self._end_layer()
             self.draws_numbers = not torch.equal(_random_state(self._device), random_state)
 
             # 3. Run the backward.
             self._in_backward = True
-            self._run_backward()
+            self._run_backward(output)
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         if not self._has_entered:
@@ -188,18 +201,18 @@ class _Pass:
     def _end_layer(self) -> None:
         """Count the time since the last layer was entered as its own, and what was saved since then."""
         present = now(self._device)
-        self.forward[self._layer] += present - self._since
+        self.forward_seconds[self._layer] += present - self._since
         self._since = present
         self.saved[self._layer] += sum(self._newly_saved.values())
-        self._addresses.update(self._newly_saved)
+        self._counted_addresses.update(self._newly_saved)
         self._newly_saved.clear()
 
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
         """Note when the gradient of a layer's argument is computed; that of the first call counts."""
         self._arrivals.setdefault(index, now(self._device))
 
-    def _run_backward(self) -> None:
-        outputs = [tensor for tensor in tensors_of(self.output) if tensor.requires_grad]
+    def _run_backward(self, output: Any) -> None:
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         parameters = [parameter for parameter in self._call.network.parameters() if parameter.requires_grad]
         if not outputs or not parameters:
             return
@@ -211,16 +224,16 @@ class _Pass:
             if "use_reentrant" in str(error):
                 raise ConfigurationError(REENTRANT_CHECKPOINTING) from error
             raise
-        end = now(self._device)
+        self._divide_backward(begin, now(self._device))
 
-        # The backward goes through the last layer first. Its part ends with the gradient of its argument.
-        for index in reversed(range(len(self.backward))):
-            arrival = self._arrivals.get(index, begin)
-            if index == 0:
-                # What comes before the first layer belongs to it.
-                arrival = end
-            self.backward[index] = max(0.0, arrival - begin)
-            begin = max(begin, arrival)
+    def _divide_backward(self, begin: float, end: float) -> None:
+        """Give each layer the time from the gradient of the next layer's argument to that of its own argument."""
+        start = begin
+        # The backward goes through the last layer first. What comes before the first layer belongs to it.
+        for index in reversed(range(len(self.backward_seconds))):
+            arrival = self._arrivals.get(index, start) if index else end
+            self.backward_seconds[index] = max(0.0, arrival - start)
+            start = max(start, arrival)
 
 
 def _modules_around(network: nn.Module, stack: LayerStack) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,20 @@ class PredictedPeak:
     phases: Mapping[str, int]
 
 
+class _Moment(NamedTuple):
+    """Moment of a phase's peak.
+
+    Attributes:
+        nbytes: Bytes of the device.
+        event_count: Number of events up to it.
+        follows_event: False at the beginning of the phase, which the bytes of no event reach.
+    """
+
+    nbytes: int
+    event_count: int
+    follows_event: bool
+
+
 def numbers_of(parts: Sequence[Part]) -> Integers:
     """Return parts as the numbers that `Replay` takes."""
     return np.array([_PARTS.index(part) for part in parts], dtype=np.int64)
@@ -71,31 +86,30 @@ class Replay:
 
     def peak(self) -> PredictedPeak:
         """Return the peak of all phases."""
-        # 1. The peak of each phase, and the number of events up to it.
-        phases: dict[str, int] = {}
-        moments: dict[str, int] = {}
+        # 1. The peak of each phase.
+        moments: dict[str, _Moment] = {}
         ends = [start.event for start in self._starts[1:]]
         ends.append(len(self._changes))
         for start, end in zip(self._starts, ends, strict=True):
-            most, moment = self._peak_of_phase(start, end)
-            if most > phases.get(start.phase, -1):
-                phases[start.phase] = most
+            moment = self._peak_of_phase(start, end)
+            # A window of several batches has a phase several times.
+            if start.phase not in moments or moment.nbytes > moments[start.phase].nbytes:
                 moments[start.phase] = moment
 
         # 2. The largest of them, and its parts.
-        largest = max(phases, key=lambda phase: phases[phase])
+        largest = max(moments, key=lambda phase: moments[phase].nbytes)
         return PredictedPeak(
-            nbytes=phases[largest],
+            nbytes=moments[largest].nbytes,
             phase=largest,
             parts=self._parts(largest, moments[largest]),
-            phases=phases,
+            phases={phase: moment.nbytes for phase, moment in moments.items()},
         )
 
-    def _peak_of_phase(self, start: PhaseStart, end: int) -> tuple[int, int]:
-        """Return the peak of a phase, and the number of events up to it."""
+    def _peak_of_phase(self, start: PhaseStart, end: int) -> _Moment:
+        """Return the peak of a phase, which may be its beginning."""
         # 1. The bytes at the beginning.
         factors = self._factors(start.phase)
-        of_step = factors @ self._alive(start.event)
+        of_step = factors @ self._bytes_alive_after(start.event)
         before = float(of_step) + self._load.added(start.phase)
 
         # 2. The bytes after each event, with those that exist for a moment.
@@ -114,7 +128,7 @@ class Replay:
         if len(present) and present.max() > before:
             position = int(present.argmax())
             most = float(present[position])
-        return round(most), start.event + position + 1
+        return _Moment(round(most), start.event + position + 1, follows_event=position >= 0)
 
     def _factors(self, phase: str) -> Floats:
         """Return the share of each category that the device holds."""
@@ -123,25 +137,26 @@ class Replay:
         factors += [1.0] * (len(_PARTS) - len(CATEGORIES))
         return np.array(factors, dtype=np.float64)
 
-    def _alive(self, moment: int) -> Floats:
-        """Return the bytes of each category after a number of events."""
-        categories = self._categories[:moment]
-        changes = self._changes[:moment]
+    def _bytes_alive_after(self, event_count: int) -> Floats:
+        """Return the bytes of each part after a number of events."""
+        categories = self._categories[:event_count]
+        changes = self._changes[:event_count]
         return np.bincount(categories, weights=changes, minlength=len(_PARTS)).astype(np.float64)
 
-    def _parts(self, phase: str, moment: int) -> dict[Part, int]:
-        """Return the bytes of each part after a number of events, the largest first."""
+    def _parts(self, phase: str, moment: _Moment) -> dict[Part, int]:
+        """Return the bytes of each part at a moment, the largest first."""
         # 1. The storages.
         parts: dict[Part, int] = defaultdict(int)
         factors = self._factors(phase)
-        alive = factors * self._alive(moment)
+        alive = factors * self._bytes_alive_after(moment.event_count)
         for part, nbytes in zip(_PARTS, alive.tolist(), strict=True):
             parts[part] = round(nbytes)
-        newest = int(self._categories[moment - 1])
-        if self._are_momentary[newest]:
-            # The part of it that the device does not hold otherwise.
-            rest = (1 - factors[newest]) * self._changes[moment - 1]
-            parts[_PARTS[newest]] += round(float(rest))
+        if moment.follows_event:
+            newest = int(self._categories[moment.event_count - 1])
+            nbytes = int(self._changes[moment.event_count - 1])
+            if self._are_momentary[newest] and nbytes > 0:
+                # The part of it that the device does not hold otherwise.
+                parts[_PARTS[newest]] += round(float((1 - factors[newest]) * nbytes))
 
         # 2. The memory that the device has beside them.
         for addition in self._load.additions:

@@ -1,9 +1,11 @@
 """Exchange of gradients in steps by hand, by whatever function of torch the user computes them.
 
-loss.backward(), self.manual_backward(loss),   the mean of `.grad` over all processes, once the backward is done;
-torch.autograd.backward(loss)                  what was exchanged before is its own mean
+loss.backward(), self.manual_backward(loss),   the mean of `.grad` over all processes, once the backward is done
+torch.autograd.backward(loss)
 torch.autograd.grad(loss, parameters)          the mean of what is returned, with a graph if it has one
-optimizer.step(), the end of `training_step`   nothing, but all processes are there
+optimizer.step(), the end of `training_step`   nothing is exchanged; the processes wait for each other
+
+What an earlier backward has left in `.grad` is equal in all processes already, so that its mean is itself.
 """
 
 from contextlib import AbstractContextManager
@@ -34,7 +36,7 @@ class ManualEngine:
 
     Args:
         module: The user's module, on its device.
-        device: The device.
+        device: Unused; all engines are made alike.
         options: `bucket_cap_mb`, the size of a bucket in MiB; other entries are ignored.
     """
 
@@ -44,26 +46,27 @@ class ManualEngine:
         self._bucket_megabytes = options["bucket_cap_mb"]
         self._watch_parameters()
 
-        # 1. The backward that runs: whether it has reached a parameter; its announced event, or None; and
-        #    whether gradients are sent while it runs. They are so from the second one on, until another backward runs
-        #    within one, or through its gradients.
+        # 1. The backward that runs has reached a parameter.
         self._has_gradients = False
+        # What it has announced to the other processes.
         self._announced: Any = None
+        # Gradients are sent while it runs.
         self._overlaps = False
+        # False for good once a backward ran within another one, or with a graph of its gradients.
         self._may_overlap = True
 
         # 2. Every backward, and every step of an optimiser.
-        self._meetings = Meetings(self._join)
+        self._meetings = Meetings(self._average_gradients)
         self._returned = ReturnedGradients(self._meetings)
         self._steps = OptimizerSteps(_optimizers_of(module), self._meetings)
         self._release = intercept_backwards(self._run_backward)
 
     def _watch_parameters(self) -> None:
-        """Exchange the gradients of the parameters that require one from now on."""
+        """Exchange the gradients of the parameters that require one from now on; begins anew after an unfreezing."""
         parameters = list(self._module.parameters())
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._number_by_id = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._reducer = GradientReducer(self._parameters, self._bucket_megabytes, on_gradient=self._begin_exchange)
 
     def forward_backward(self, step: TrainingStep, parts: Any, last: bool) -> StepResult:
@@ -77,21 +80,25 @@ class ManualEngine:
 
     def _run_backward(self, call: BackwardCall) -> Any:
         """Run a backward of the user, and exchange its gradients."""
+        # 1. In an evaluation, and within another backward, nothing is exchanged: what a checkpointed part or a hook
+        #    computes belongs to the outer backward.
         if self._meetings.are_paused:
             return call.run()
         if is_in_backward():
-            # Of a checkpointed part, or of a hook: what it adds belongs to the outer backward.
             self._may_overlap = False
             return call.run()
-        # The user has unfrozen some.
+
+        # 2. The user may have unfrozen parameters.
         if any(parameter.requires_grad for parameter in self._frozen):
             self._reducer.close()
             self._watch_parameters()
+
+        # 3. `torch.autograd.grad` returns gradients, and leaves `.grad` as it is.
         self._may_overlap = self._may_overlap and not call.creates_graph
         if not call.accumulates:
-            return self._returned.exchange(call, self._numbers)
+            return self._returned.exchange(call, self._number_by_id)
 
-        # 1. The backward. It may reach no parameter.
+        # 4. Run the backward. The factor of its gradients is known from the first meeting on.
         self._has_gradients = False
         self._announced = None
         self._overlaps = self._meetings.reference is not None and self._may_overlap
@@ -102,7 +109,7 @@ class ManualEngine:
                 self._meetings.note_failure()
             raise
 
-        # 2. The exchange.
+        # 5. Exchange its gradients. If it has reached no parameter, nobody waits for it.
         if self._has_gradients and call.creates_graph:
             self._returned.exchange_with_graph(self._parameters)
         elif self._has_gradients:
@@ -117,7 +124,7 @@ class ManualEngine:
             self._announced = self._meetings.announce(Kind.BACKWARD)
             self._reducer.begin(factor=self._meetings.factor)
 
-    def _join(self, share: Share) -> None:
+    def _average_gradients(self, share: Share) -> None:
         """Make the gradients the means over all processes, of which some have run a backward."""
         if not self._reducer.is_open:
             self._reducer.begin(eager=False, factor=share.factor)
@@ -125,7 +132,7 @@ class ManualEngine:
         self._reducer.finish(1 / share.total)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         mark_exchanged(gradients)
-        # What only others have computed is of the size of what this process has computed.
+        # The scaler has multiplied what only others have computed as well, if it has multiplied what is computed here.
         if missing and any(scaling_of(gradient) == "scaled" for gradient in gradients):
             for parameter in missing:
                 if parameter.grad is not None:
