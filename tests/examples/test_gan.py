@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.test_mnist import write_idx
+from tests.examples.idx_files import write_idx
 
 CONF = Path(__file__).parents[2] / "examples" / "gan" / "conf"
 QUICK = ("module.channels=2", "trainer.enable_progress_bar=false", "~callbacks.memory_logger")

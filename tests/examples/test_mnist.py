@@ -1,7 +1,6 @@
 """MNIST, on files in its format made from other digits, and on the real ones where there are any."""
 
 import csv
-import gzip
 import os
 from pathlib import Path
 
@@ -9,16 +8,11 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from tests.examples.idx_files import write_idx
+
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "examples" / "mnist" / "conf"
 REAL = Path(os.environ.get("EQUIPOISE_TEST_DATA", "")) / "mnist"
-
-
-def write_idx(path, values):
-    """A tensor of bytes in the idx format."""
-    header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
-    content = header + values.to(torch.uint8).numpy().tobytes()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.test_mnist import write_idx
+from tests.examples.idx_files import write_idx
 
 CONF = Path(__file__).parents[2] / "examples" / "pyramidnet" / "conf"
 REAL = Path(os.environ.get("EQUIPOISE_TEST_DATA", "")) / "mnist"

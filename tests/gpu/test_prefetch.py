@@ -9,7 +9,7 @@ import torch
 from equipoise import Trainer
 from equipoise.trainer.data.prefetch import Prefetch
 from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader
-from tests.gpu.test_waits import FIRST, STEPS, Guard
+from tests.gpu.waits import FIRST, STEPS, Guard
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 

@@ -10,7 +10,7 @@ from equipoise import StepTimes, Trainer
 from equipoise.extensions.timing.device_times import DeviceTimes
 from equipoise.extensions.timing.parts import COMPUTATION, FORWARD
 from tests.gpu.runs import GPU, QUIET, Classifier, loader
-from tests.gpu.test_waits import train
+from tests.gpu.waits import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 

@@ -5,75 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
-from equipoise import MemoryLogger, OOMRecovery, Trainer
+from equipoise import MemoryLogger, OOMRecovery
 from equipoise.callbacks.progress.latest_values import LatestValues
-from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader
+from tests.gpu.runs import GPU, Classifier, fit, loader
+from tests.gpu.waits import FIRST, STEPS, Logging, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.usefixtures("waits_allowed_again"),
 ]
 
-STEPS = [8] * 10
-FIRST = 3  # in earlier steps optimisers make their states, pipelines are cut, libraries choose their kernels
-
 
 @pytest.fixture
 def waits_allowed_again() -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
-
-
-class Guard(Callback):
-    """Lets CUDA raise an error where the host waits, from one step to the end of the epoch's last step.
-
-    Attributes:
-        guarded: Number of steps in which it would have been raised.
-    """
-
-    def __init__(self) -> None:
-        self.guarded = 0
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == FIRST:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.guarded += torch.cuda.get_sync_debug_mode() == 2
-        if batch_idx == len(STEPS) - 1:
-            torch.cuda.set_sync_debug_mode("default")
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-class Logging(Classifier):
-    """Logs its loss, and a number."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("number", float(batch_idx), on_epoch=True)
-        self.log("loss_of_epoch", loss, on_step=False, on_epoch=True)
-        return loss
-
-
-def train(make: Any = Logging, **options: Any) -> Guard:
-    """Train for one epoch of pinned batches, and for waits in its later steps."""
-    guard = Guard()
-    trainer = Trainer(
-        **{
-            **QUIET,
-            "devices": [GPU],
-            "max_epochs": 1,
-            "callbacks": [*options.pop("callbacks", ()), guard],
-            **options,
-        }
-    )
-    trainer.fit(make(), loader(STEPS, pinned=True))
-    return guard
 
 
 # What differs is the step; the rest of the loop is the same.

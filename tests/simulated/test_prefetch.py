@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
 from equipoise.trainer.data import prefetch as prefetching
-from tests.simulated.configurations.test_resumption import Saving
+from tests.simulated.configurations.saving import Saving
 from tests.simulated.devices.installation import extension
-from tests.simulated.test_recovery import SIZES, Second, Wide
+from tests.simulated.wide import SIZES, Second, Wide
 from tests.support.pipelines import fit as fit_batches
 from tests.support.pipelines import quiet
 

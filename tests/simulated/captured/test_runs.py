@@ -16,7 +16,7 @@ from equipoise.extensions.compiled.captured import captured_graph
 from tests.simulated.captured.capturing import DEVICE, STAYS_EAGER, Graphs, assert_same, fit
 from tests.simulated.devices.graphs import num_graphs
 from tests.simulated.devices.installation import extension
-from tests.simulated.steps.test_launches import Launches
+from tests.simulated.steps.launches import Launches
 from tests.support.pipelines import quiet
 from tests.support.step_networks import SIZES, Network, batches
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -18,6 +17,7 @@ from tests.simulated.configurations.fitting import (
     fit_on_devices,
     fit_on_the_host,
 )
+from tests.simulated.configurations.saving import Saving
 from tests.support.batches import CLASSES, FEATURES, TOKENS
 
 # The batches of a window; an epoch has five. Each part of a batch has several samples, as batch statistics need.
@@ -67,22 +67,6 @@ class Dropping(Measured):
     """The same with dropout, whose masks come from the generators of the devices."""
 
     dropped = 0.3
-
-
-class Saving(L.Callback):
-    """Saves a checkpoint after a batch of the first epoch.
-
-    Args:
-        path: Its file.
-        batch: Index of the batch.
-    """
-
-    def __init__(self, path: Path, batch: int) -> None:
-        self.path, self.batch = path, batch
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0 and batch_idx == self.batch:
-            trainer.save_checkpoint(self.path)
 
 
 def interrupted_and_resumed(configuration: Configuration, batch: int, folder: Path) -> tuple[Result, Result]:

@@ -18,15 +18,11 @@ from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
 from tests.simulated.devices.installation import extension
+from tests.simulated.steps.launches import FIRST_STEPS, Launches, Operations, taken
 from tests.support.pipelines import quiet
 
 FEATURES, CLASSES, SAMPLES, STEPS = 6, 3, 8, 8
-# Steps in which a module is replicated or cut, an optimiser makes its state, and sums of logged values begin.
-FIRST_STEPS = 2
 TWO = ("cuda:0", "cuda:1")
-
-# Operations of one step, by device.
-Operations = tuple[Counter[str], ...]
 
 
 # Modules
@@ -78,32 +74,11 @@ class LoggingNumber(Mlp):
 # Counting
 
 
-class Launches(L.Callback):
-    """Notes the operations from the end of one batch to that of the next."""
-
-    def __init__(self) -> None:
-        self.of_steps: list[Operations] = []
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        extension().record_launches(True)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.of_steps.append(taken())
-
-
 @pytest.fixture(autouse=True)
 def nothing_recorded() -> Iterator[None]:
     yield
     extension().record_launches(False)
     extension().take_launches()
-
-
-def taken() -> Operations:
-    """Return the operations that each device has launched since the last call."""
-    counts: Operations = tuple(Counter() for _ in range(extension().device_count()))
-    for index, name in extension().take_launches():
-        counts[index][name] += 1
-    return counts
 
 
 def batches() -> list[Any]:

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.simulated.steps.test_waits import STRATEGIES, Logging, reasons_of
+from tests.simulated.steps.waits import STRATEGIES, Logging, reasons_of
 
 
 class Regions(L.Callback):
