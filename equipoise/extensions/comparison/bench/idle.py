@@ -45,10 +45,12 @@ class StepProfile:
         self._clock = _ForwardClock(places)
         self._profiler: Any = None
         self._is_running = False
+        self._observes = False
         if self._is_on_cuda:
             self._start([ProfilerActivity.CPU, ProfilerActivity.CUDA])
         elif is_alone and len(devices) > 1:
             observe_devices(self._clock)
+            self._observes = True
             self._start([ProfilerActivity.CPU])
         self._begin = perf_counter()
         self._begin_of_thread = thread_time()
@@ -80,7 +82,9 @@ class StepProfile:
 
     def stop(self) -> None:
         """End the recording; may be called twice."""
-        observe_devices(None)
+        if self._observes:
+            self._observes = False
+            observe_devices(None)
         if self._is_running:
             self._is_running = False
             self._profiler.stop()

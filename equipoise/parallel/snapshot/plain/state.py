@@ -5,6 +5,7 @@ objects that a file cannot hold, of which only the class is noted. A leaf is kno
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from equipoise.parallel.snapshot.generators import generator_state
@@ -17,8 +18,14 @@ __all__ = ["UNKNOWN", "Noted", "PlainState", "SavedObject", "SavedValue", "State
 # Entries of the changed leaves, by kind; each begins with the path.
 State = dict[str, list[list[Any]]]
 
-# Stands for a start that was not noted.
-UNKNOWN = object()
+
+class _Start(Enum):
+    """A start that was not noted; it is the same object in all processes."""
+
+    UNKNOWN = auto()
+
+
+UNKNOWN = _Start.UNKNOWN
 # Bytes of a value that is compared with what a resumed run is constructed with.
 _LARGEST_START = 1 << 12
 
