@@ -15,63 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from equipoise.memory.profile.ledger import Ledger
-from equipoise.memory.records import Composition
-
-Build = Callable[[], tuple[nn.Module, Tensor]]
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(500, 64)
-        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(64, 500)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embedding(tokens)))
-
-
-def mlp() -> tuple[nn.Module, Tensor]:
-    layers = (nn.Linear(100, 300), nn.ReLU(), nn.Dropout(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 10))
-    return nn.Sequential(*layers), torch.randn(64, 100)
-
-
-def convolution() -> tuple[nn.Module, Tensor]:
-    layers = (
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
-    return nn.Sequential(*layers), torch.randn(64, 3, 32, 32)
-
-
-def transformer() -> tuple[nn.Module, Tensor]:
-    return Transformer(), torch.randint(0, 500, (16, 32))
-
-
-def optimizer_of(module: nn.Module, kind: str) -> torch.optim.Optimizer:
-    if kind == "momentum":
-        return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-    return torch.optim.AdamW(module.parameters(), lr=0.01)
-
-
-def watched_step(ledger: Ledger, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    """A step as MemoryLogger tells of it."""
-    ledger.start()
-    ledger.add_batch(batch)
-    loss = module(batch).pow(2).mean()
-    ledger.begin("backward")
-    loss.backward()
-    ledger.begin("optimizer step")
-    optimizer.step()
-    ledger.stop()
+from tests.support.watched_steps import Build, convolution, held_before, mlp, optimizer_of, transformer, watched_step
 
 
 def peak_of_allocator(step: Callable[[], None], folder: Path) -> int:
@@ -93,49 +37,37 @@ def peak_of_allocator(step: Callable[[], None], folder: Path) -> int:
     return most
 
 
-def held_before(composition: Composition) -> int:
-    """Return the tensors from before the step: parameters, buffers, the batch."""
-    return sum(composition.totals().get(category, 0) for category in ("parameter", "buffer", "batch"))
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-@pytest.mark.parametrize("build", [mlp, convolution, transformer])
-def test_peak_is_that_of_the_allocator(build: Build, kind: str, tmp_path: Path) -> None:
-    def step(ledger: Ledger | None = None) -> None:
-        if ledger is not None:
-            watched_step(ledger, module, optimizer, batch)
-            return
+@pytest.mark.parametrize(("build", "kind"), [(mlp, "momentum"), (convolution, "adamw"), (transformer, "adamw")])
+def test_the_peak_and_what_holds_it_are_those_of_the_allocator(build: Build, kind: str, tmp_path: Path) -> None:
+    def step() -> None:
         module(batch).pow(2).mean().backward()
         optimizer.step()
 
-    torch.manual_seed(0)
+    # 1. The allocator's peak.
     module, batch = build()
     optimizer = optimizer_of(module, kind)
     truth = peak_of_allocator(step, tmp_path)
-    module, batch = build()
-    optimizer = optimizer_of(module, kind)
-    ledger = Ledger(module, [optimizer])
-    step(ledger)
-    peak = ledger.peak("cpu")
-    assert peak.nbytes - held_before(peak) == pytest.approx(truth, rel=0.01)
 
-
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-@pytest.mark.parametrize("build", [mlp, convolution, transformer])
-def test_parameters_gradients_and_states_are_exact(build: Build, kind: str) -> None:
+    # 2. That of the ledger, in another step of the same network.
     module, batch = build()
     optimizer = optimizer_of(module, kind)
     ledger = Ledger(module, [optimizer])
     watched_step(ledger, module, optimizer, batch)
+    peak = ledger.peak("cpu")
+    assert peak.nbytes - held_before(peak) == pytest.approx(truth, rel=0.01)
+
+    # 3. What is known to the byte.
     totals = ledger.peak("cpu", "optimizer step").totals()
-    parameters = sum(parameter.nbytes for parameter in module.parameters())
-    assert totals["parameter"] == parameters
-    assert totals["gradient"] == parameters
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    assert totals["optimizer state"] == sum(state.nbytes for state in states)
-    assert totals.get("buffer", 0) == sum(buffer.nbytes for buffer in module.buffers())
-    assert totals["batch"] == batch.nbytes
+    known = {
+        "parameter": module.parameters(),
+        "gradient": module.parameters(),
+        "optimizer state": states,
+        "buffer": module.buffers(),
+        "batch": [batch],
+    }
+    for category, tensors in known.items():
+        assert totals.get(category, 0) == sum(tensor.nbytes for tensor in tensors), category
 
 
 def test_holders_add_up_and_name_their_modules() -> None:
