@@ -3,10 +3,10 @@
 Without a tolerance, values are equal when their types, shapes and bits are; a NaN equals a NaN.
 """
 
-import dataclasses
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -69,8 +69,8 @@ def differences(expected: Any, actual: Any, place: str = "", tolerance: float = 
     elif isinstance(expected, float):
         if struct.pack("d", expected) != struct.pack("d", actual) and not (math.isnan(expected) and math.isnan(actual)):
             yield f"{place}: {expected!r} became {actual!r}"
-    elif dataclasses.is_dataclass(expected):
-        yield from _mappings(vars(expected), vars(actual), place, tolerance)
+    elif is_dataclass(expected):
+        yield from _mappings(_fields(expected), _fields(actual), place, tolerance)
     elif isinstance(expected, (bool, int, str, bytes, PurePath, set, frozenset, type(None), torch.dtype, torch.device)):
         if expected != actual:
             yield f"{place}: {_short(expected)} became {_short(actual)}"
@@ -103,6 +103,11 @@ def _arrays(expected: Any, actual: Any, place: str, left: Any = None, right: Any
         before, after = left.reshape(-1)[first].item(), right.reshape(-1)[first].item()
         count = f"{int(differ.sum())} of {len(differ)}"
         yield f"{place}: {count} values differ, first [{first}]: {before!r} became {after!r}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return what a data class holds, which may be in slots."""
+    return {**getattr(value, "__dict__", {}), **{each.name: getattr(value, each.name) for each in fields(value)}}
 
 
 def _mappings(expected: Mapping[Any, Any], actual: Mapping[Any, Any], place: str, tolerance: float) -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from equipoise.parallel.batches.sampling import (
@@ -24,24 +24,13 @@ from equipoise.parallel.batches.shares import sizes_by_shares
 from equipoise.strategies.distributed.loaders import share_loader
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def flat(batches: Any) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
 @given(count=st.integers(0, 50), processes=st.integers(1, 6), shuffle=st.booleans(), epoch=st.integers(0, 3))
-def test_samples_of_all_processes(count: int, processes: int, shuffle: bool, epoch: int) -> None:
-    samplers = [UnpaddedDistributedSampler(Numbers(count), processes, rank, shuffle) for rank in range(processes)]
+def test_each_sample_is_drawn_in_one_process(count: int, processes: int, shuffle: bool, epoch: int) -> None:
+    samplers = [UnpaddedDistributedSampler(range(count), processes, rank, shuffle) for rank in range(processes)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     drawn = [list(sampler) for sampler in samplers]
@@ -77,7 +66,9 @@ def test_a_users_sampler_draws_alike_everywhere() -> None:
     shares=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
     drop_last=st.booleans(),
 )
-def test_steps_shared_out(count: int, batch_size: int, shares: list[int], drop_last: bool) -> None:
+def test_each_step_is_shared_out_among_the_processes(
+    count: int, batch_size: int, shares: list[int], drop_last: bool
+) -> None:
     together = batch_size * len(shares)
     parts = [
         SharedBatches(BatchSampler(range(count), together, drop_last), lambda n, step: sizes_by_shares(n, shares), rank)
@@ -92,8 +83,8 @@ def test_steps_shared_out(count: int, batch_size: int, shares: list[int], drop_l
 
 
 @given(count=st.integers(1, 40), batch_size=st.integers(1, 6), processes=st.integers(1, 5), drop_last=st.booleans())
-def test_loaders_in_training(count: int, batch_size: int, processes: int, drop_last: bool) -> None:
-    loader = DataLoader(Numbers(count), batch_size, shuffle=True, drop_last=drop_last)
+def test_training_loaders_share_all_samples(count: int, batch_size: int, processes: int, drop_last: bool) -> None:
+    loader = DataLoader(range(count), batch_size, shuffle=True, drop_last=drop_last)
     shared = [share_loader(loader, rank, processes, 0, training=True) for rank in range(processes)]
     drawn = [list(each) for each in shared]
     counts = [len(each) for each in drawn]
@@ -110,9 +101,9 @@ def test_loaders_in_training(count: int, batch_size: int, processes: int, drop_l
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_batch_samplers_of_the_users_own(training: bool) -> None:
+def test_a_batch_sampler_of_the_users_is_dealt_out(training: bool) -> None:
     batches = BatchSampler(RandomSampler(range(11)), 3, False)
-    loader = DataLoader(Numbers(11), batch_sampler=batches)
+    loader = DataLoader(range(11), batch_sampler=batches)
     drawn = [list(share_loader(loader, rank, 3, 0, training=training)) for rank in range(3)]
     there = flat(batch.tolist() for each in drawn for batch in each)
     assert sorted(there) == list(range(11))
@@ -120,7 +111,7 @@ def test_batch_samplers_of_the_users_own(training: bool) -> None:
 
 
 def test_a_distributed_sampler_of_the_users_own_is_kept() -> None:
-    loader = DataLoader(Numbers(5), 2, sampler=DistributedSampler(range(5), 2, 0))
+    loader = DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, 0))
     assert share_loader(loader, 0, 2, 0, training=True) is loader
 
 
@@ -134,14 +125,14 @@ def test_what_is_no_loader_gives_batches_in_turn() -> None:
 
 def test_workers_collation_and_generators_stay() -> None:
     generator = torch.Generator()
-    loader = DataLoader(Numbers(7), 2, shuffle=True, collate_fn=tuple, generator=generator, num_workers=1)
+    loader = DataLoader(range(7), 2, shuffle=True, collate_fn=tuple, generator=generator, num_workers=1)
     shared = share_loader(loader, 1, 4, 0, training=True)
     assert (shared.num_workers, shared.generator) == (1, generator)
     assert [type(batch) for batch in shared] == [tuple]
     assert shared.collate_fn is tuple
 
 
-def test_nothing_is_the_same_in_every_process() -> None:
+def test_the_sign_for_no_batch_survives_a_pickle() -> None:
     assert pickle.loads(pickle.dumps(NO_BATCH)) is NO_BATCH
     assert Collate(list)([1]) == [1]
     first = FirstBatches(BatchSampler(SequentialSampler(range(3)), 2, False), 1)
