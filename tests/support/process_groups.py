@@ -1,6 +1,6 @@
 """Functions that run in the processes of a group, and what all of them answer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from equipoise.parallel.communication.process_group import StoreServer, follows_
 from equipoise.parallel.communication.rank import Rank
 from equipoise.parallel.workers.launch import launch
 
-__all__ = ["CPU", "PATIENCE", "gathered", "group", "in_group", "started", "summed"]
+__all__ = ["CPU", "PATIENCE", "cases_in_group", "gathered", "group", "in_group", "started", "summed"]
 
 CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=120)
 
@@ -41,6 +41,16 @@ def in_group(function: Callable[..., Any], *arguments: Any, processes: int = 2) 
     """Return the answers of all processes of a group to `function(rank, *arguments)`, in order."""
     answers: list[Any] = started(_join, function, arguments, processes=processes)
     return answers
+
+
+def cases_in_group(function: Callable[..., Any], cases: Sequence[Sequence[Any]], processes: int = 2) -> list[list[Any]]:
+    """Return the answers of all processes to `function(rank, *case)` for each case; the processes start once."""
+    answers = in_group(_each, function, cases, processes=processes)
+    return [list(of_case) for of_case in zip(*answers, strict=True)]
+
+
+def _each(rank: int, function: Any, cases: Sequence[Sequence[Any]]) -> list[Any]:
+    return [function(rank, *case) for case in cases]
 
 
 def _join(place: Rank, port: int, function: Any, arguments: Any) -> list[Any]:

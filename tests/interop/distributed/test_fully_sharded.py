@@ -1,11 +1,7 @@
 """The private names of torch's `fully_shard` are there and do what is relied upon."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -15,6 +11,9 @@ from equipoise import ConfigurationError
 from equipoise.interop.distributed import fully_sharded
 from equipoise.interop.distributed.fully_sharded import begin_as_root, unshard_by_hand, unsharded_parameters
 from equipoise.interop.distributed.whole_weights import whole_weights
+from tests.support.process_groups import group
+
+__all__ = ["group"]
 
 
 def shard_and_undo() -> dict[str, bool]:
@@ -36,14 +35,6 @@ def shard_and_undo() -> dict[str, bool]:
     seen["parameters are back"] = all(p is originals[name] for name, p in net.named_parameters())
     seen["it can be sharded again"] = isinstance(fully_shard(net, mesh=mesh), FSDPModule)
     return seen
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

@@ -39,14 +39,10 @@ def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_si
     return sizes
 
 
-# A simulated device
-
-
 # Measuring
 
 
-@pytest.mark.parametrize("devices", [2, 3, 5])
-@pytest.mark.parametrize("batch_size", [4, 6, 25, 64])
+@pytest.mark.parametrize(("batch_size", "devices"), [(4, 2), (6, 3), (64, 2), (25, 5)])
 def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> None:
     batch_size *= devices
     simulated = {index: device(1.0, 1.0) for index in range(devices)}
@@ -67,9 +63,7 @@ def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> N
     ("simulated", "batch_size", "sizes"),
     [
         ([device(0, 1), device(0, 3)], 64, [48, 16]),
-        ([device(0, 1), device(0, 1), device(0, 2)], 50, [20, 20, 10]),
         ([device(6, 1), device(0, 1)], 40, [17, 23]),
-        ([device(100, 1), device(0, 1)], 32, [0, 32]),
         ([device(0, 1, most=20), device(0, 3)], 64, [20, 44]),
         ([device(0, 1, most=4), device(0, 1)], 24, [4, 20]),
     ],
@@ -110,9 +104,7 @@ def test_a_device_that_fails_is_not_measured() -> None:
     ("limits", "sizes"),
     [
         ([None, None, None], [4, 4, 4]),
-        ([2, None, None], [2, 6, 4]),
         ([2, 5, None], [2, 4, 6]),
-        ([2, 7, 5], [2, 6, 4]),
         ([2, 5, 5], [2, 5, 5]),
         ([0, 8, 4], [0, 8, 4]),
         ([2, 4, 5], [4, 4, 4]),  # all together have no room: nothing helps

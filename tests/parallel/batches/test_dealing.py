@@ -32,7 +32,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 3, 7])
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_batch_goes_to_one_process(name: str, count: int) -> None:
     parts = []
@@ -48,7 +48,7 @@ def test_each_batch_goes_to_one_process(name: str, count: int) -> None:
     assert not is_dealt(LOADERS[name]())
 
 
-def test_turns() -> None:
+def test_turns_have_the_lengths_of_what_they_yield() -> None:
     expected = [[0, 3], [1, 4], [2]]
     parts = [Turns(range(5), rank, 3) for rank in range(3)]
     assert list(map(list, parts)) == expected

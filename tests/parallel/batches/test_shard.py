@@ -7,20 +7,16 @@ import pytest
 from equipoise.parallel.batches.shard import Shard
 
 
-def test_the_whole_loader() -> None:
-    shard = Shard("loader")
-    assert shard.num_batches(7) == 7
-    assert shard.num_batches(math.inf) == math.inf
-
-
-@pytest.mark.parametrize(("rank", "count"), [(0, 3), (1, 2), (2, 2)])
-def test_batches_in_turn(rank: int, count: int) -> None:
-    shard = Shard("loader", rank, 3)
+@pytest.mark.parametrize(
+    ("shard", "count"),
+    [
+        (Shard("loader"), 7),
+        (Shard("loader", 0, 3), 3),
+        (Shard("loader", 2, 3), 2),
+        (Shard("loader", 1, 3, in_turn=False), None),
+    ],
+    ids=["the whole loader", "in turn, the first", "in turn, the last", "batches of its own"],
+)
+def test_the_number_of_batches_of_a_part(shard: Shard, count: int | None) -> None:
     assert shard.num_batches(7) == count
-    assert shard.num_batches(math.inf) == math.inf
-
-
-def test_batches_of_its_own() -> None:
-    shard = Shard("loader", 1, 3, in_turn=False)
-    assert shard.num_batches(7) is None
     assert shard.num_batches(math.inf) == math.inf

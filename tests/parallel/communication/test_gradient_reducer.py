@@ -1,12 +1,12 @@
 """Gradients summed in buckets by real processes: the sums, who has none, the weight, and when they are exchanged."""
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import StepError
 from equipoise.parallel.communication.gradient_reducer import GradientReducer
-from tests.parallel.communication.test_process_group import in_group
+from tests.support.equality import assert_equal
+from tests.support.process_groups import cases_in_group, in_group
 
 ONE_EACH, SMALL, LARGE = 1e-9, 2e-4, 25.0  # MiB: a bucket for every parameter, some buckets, one for each dtype
 
@@ -77,9 +78,8 @@ def of_several_dtypes(rank: int, megabytes: float) -> tuple[list[Gradients], lis
     return found, [p.grad.dtype for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("megabytes", [ONE_EACH, LARGE])
-def test_dtypes_side_by_side(megabytes: float) -> None:
-    for found, dtypes in in_group(of_several_dtypes, megabytes):
+def test_gradients_of_several_dtypes_are_summed() -> None:
+    for found, dtypes in itertools.chain(*cases_in_group(of_several_dtypes, [[ONE_EACH], [LARGE]])):
         assert dtypes == list(Mixed.DTYPES)
         for window, sums in enumerate(found):
             for number, gradient in enumerate(sums, start=1):
@@ -123,8 +123,7 @@ def missing(rank: int, megabytes: float) -> list[tuple[list[Any], float]]:
     return found
 
 
-@pytest.mark.parametrize("megabytes", [ONE_EACH, LARGE])
-def test_gradients_that_are_not_there(megabytes: float) -> None:
+def test_a_gradient_that_one_process_lacks_is_that_of_the_others() -> None:
     """Of both, here, there, nobody's and a frozen parameter."""
     expected = [
         ([[3, 3], [3, 3], [3, 3], [3, 3], None], 10),
@@ -132,7 +131,7 @@ def test_gradients_that_are_not_there(megabytes: float) -> None:
         ([[1, 1], [1, 1], None, None, None], 2),
         ([None] * 5, 0),
     ]
-    assert in_group(missing, megabytes) == [expected * 2] * 2
+    assert cases_in_group(missing, [[ONE_EACH], [LARGE]]) == [[expected * 2] * 2] * 2
 
 
 def kept(rank: int) -> list[Any]:
@@ -148,7 +147,7 @@ def kept(rank: int) -> list[Any]:
     return found
 
 
-def test_gradients_that_stay_where_they_are() -> None:
+def test_gradients_that_are_set_to_zero_between_windows() -> None:
     assert in_group(kept) == [[[[2], [4]], [[1], [4]]]] * 2
 
 
@@ -182,15 +181,14 @@ def weights(rank: int, dtypes: tuple[torch.dtype, ...]) -> list[tuple[list[int],
     return found
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [(torch.bfloat16,) * 2, (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64,) * 2],
-    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
-)
-def test_the_weight_is_exact(dtypes: tuple[torch.dtype, ...]) -> None:
+DTYPES = [(torch.bfloat16,) * 2, (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64,) * 2]
+
+
+def test_the_weight_is_exact_whatever_the_dtype_of_gradients() -> None:
     """Also where bfloat16 would make 557 from 257 and 300 out to be 556, and whatever it was before."""
     expected = [([], total, [[3], [of_both]]) for of_both in (6, 2) for _, total in WEIGHTS]
-    assert in_group(weights, dtypes) == [expected] * 2
+    for dtypes, answers in zip(DTYPES, cases_in_group(weights, [[dtypes] for dtypes in DTYPES]), strict=True):
+        assert answers == [expected] * 2, dtypes
 
 
 def nothing_to_learn(rank: int) -> float:
@@ -231,13 +229,14 @@ def of_a_backward(rank: int, megabytes: float, eager: bool) -> tuple[list[int], 
 
 
 def test_exchanges_begin_while_the_backward_runs() -> None:
-    for counts, is_open in in_group(of_a_backward, ONE_EACH, True):
+    is_open = [False, False, True, False]
+    eager, *at_the_end = cases_in_group(of_a_backward, [(ONE_EACH, True), (ONE_EACH, False), (LARGE, False)])
+    for counts, eagerly_open in eager:
         assert counts[:2] == [0, 0]
         assert 4 <= counts[2] <= 6
         assert counts[3] == 6
-        assert is_open == [False, False, True, False]
-    assert in_group(of_a_backward, ONE_EACH, False) == [([0, 0, 0, 6], [False, False, True, False])] * 2
-    assert in_group(of_a_backward, LARGE, False) == [([0, 0, 0, 1], [False, False, True, False])] * 2
+        assert eagerly_open == is_open
+    assert at_the_end == [[([0, 0, 0, 6], is_open)] * 2, [([0, 0, 0, 1], is_open)] * 2]
 
 
 def in_the_buckets(rank: int, megabytes: float) -> tuple[list[list[int]], int]:
@@ -252,39 +251,36 @@ def in_the_buckets(rank: int, megabytes: float) -> tuple[list[list[int]], int]:
     return found, len(set(memories(module)))
 
 
-def in_their_own_memory(rank: int) -> float:
+def in_their_own_memory(rank: int) -> None:
     """The means of gradients, weighed 1 and 3; the first ones are kept and not overwritten by the next exchange."""
-    module, kept, worst = network(), [], 0.0
+    module, kept = network(), []
     reducer = GradientReducer(module.parameters())
     for window in samples():
-        module.zero_grad()
-        module(window[:2]).sum().backward()
-        expected = [p.grad / 4 for p in module.parameters() if p.grad is not None]
-        module.zero_grad()
-        module(window[2:4]).sum().backward()
-        expected = [
-            e + 3 / 4 * p.grad for e, p in zip(expected, module.parameters(), strict=True) if p.grad is not None
-        ]
+        of_parts = []
+        for part in (window[:2], window[2:4]):
+            module.zero_grad()
+            module(part).sum().backward()
+            of_parts.append(gradients(module))
+        expected = [one / 4 + other * 3 / 4 for one, other in zip(*of_parts, strict=True)]
         module.zero_grad()
         module(window[2 * rank : 2 * rank + 2]).sum().backward()
         reducer.begin(eager=False, factor=1 + 2 * rank)
         reducer.finish(1 / 4)
         kept.append((expected, [p.grad for p in module.parameters()]))
-    for expected, gradients in kept:
-        worst = max(worst, *[float((e - g).abs().max()) for e, g in zip(expected, gradients, strict=True)])
-    return worst
+    for expected, actual in kept:
+        assert_equal(expected, actual, 1e-12)
 
 
-def test_gradients_in_their_own_memory() -> None:
-    assert max(in_group(in_their_own_memory)) < 1e-12
+def test_gradients_in_their_own_memory_are_weighted_means() -> None:
+    in_group(in_their_own_memory)
 
 
-@pytest.mark.parametrize(("megabytes", "buckets"), [(ONE_EACH, 6), (SMALL, 3), (LARGE, 1)])
-def test_gradients_lie_in_the_buckets(megabytes: float, buckets: int) -> None:
+def test_gradients_lie_in_the_buckets() -> None:
     """The same memory in every window; no second copy of them is held."""
-    for found, count in in_group(in_the_buckets, megabytes):
-        assert found == [found[0]] * 3
-        assert count == buckets
+    for buckets, answers in zip((6, 3, 1), cases_in_group(in_the_buckets, [[ONE_EACH], [SMALL], [LARGE]]), strict=True):
+        for found, count in answers:
+            assert found == [found[0]] * 3
+            assert count == buckets
 
 
 class Shared(nn.Module):
@@ -299,7 +295,7 @@ class Shared(nn.Module):
         return self.layer(hidden).square().sum()
 
 
-def checkpointed(rank: int, reentrant: bool, eager: bool) -> tuple[str, bool]:
+def checkpointed(rank: int, reentrant: bool, eager: bool) -> str:
     torch.manual_seed(4)
     one, module, features = Shared(), Shared(), samples()[0].requires_grad_()
     one.load_state_dict(module.state_dict())
@@ -309,19 +305,19 @@ def checkpointed(rank: int, reentrant: bool, eager: bool) -> tuple[str, bool]:
     try:
         module.loss(features[rank::2], reentrant).backward()
     except StepError as error:
-        return str(error), False
+        return str(error)
     reducer.finish()
-    pairs = zip(gradients(one), gradients(module), strict=True)
-    return "", all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in pairs if a is not None and b is not None)
+    assert_equal(gradients(one), gradients(module), 1e-12)
+    return ""
 
 
 def test_a_shared_weight_in_a_checkpoint() -> None:
     """Torch's reentrant checkpoints add to a gradient twice, and the first part may be gone already."""
-    for message, _ in in_group(checkpointed, True, True):
+    refused, *computed = cases_in_group(checkpointed, [(True, True), (False, True), (True, False)])
+    assert computed == [["", ""]] * 2
+    for message in refused:
         assert "got a part of its gradient after the exchange had begun" in message
         assert "use_reentrant=False" in message
-    for reentrant, eager in ((False, True), (True, False)):
-        assert in_group(checkpointed, reentrant, eager) == [("", True)] * 2
 
 
 def twice(rank: int, eager: bool) -> tuple[bool, list[Any]]:
@@ -341,9 +337,10 @@ def twice(rank: int, eager: bool) -> tuple[bool, list[Any]]:
     return late, found
 
 
-def test_two_backwards() -> None:
-    assert in_group(twice, False) == [(False, [[[6], [12]], [[3], [6]]])] * 2
-    for late, found in in_group(twice, True):
+def test_a_second_backward_in_a_window_is_refused_where_exchanges_have_begun() -> None:
+    at_the_end, eager = cases_in_group(twice, [[False], [True]])
+    assert at_the_end == [(False, [[[6], [12]], [[3], [6]]])] * 2
+    for late, found in eager:
         assert late
         assert found[1] == [[3], [6]]  # the next window is not the worse for it
 

@@ -13,17 +13,8 @@ from equipoise.parallel.communication.object_exchange import broadcast_object, g
 from equipoise.parallel.payload import authentication
 from equipoise.parallel.payload.authentication import SECRET
 from equipoise.parallel.payload.object_bytes import dumps, loads
-from tests.parallel.communication.test_process_group import in_group
-
-
-class Runs:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
+from tests.support.hostile_objects import Runs
+from tests.support.process_groups import in_group
 
 
 @pytest.fixture(autouse=True)

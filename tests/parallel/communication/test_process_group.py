@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,47 +17,11 @@ from equipoise.parallel.communication.process_group import StoreServer, follows_
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.workers.launch import launch
 from tests.support.ports import unused_port
+from tests.support.process_groups import CPU, PATIENCE, gathered, in_group, started, summed
 
-CPU, PATIENCE = torch.device("cpu"), timedelta(seconds=120)
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 ALONE = Rank(0, 0, 0, 1, 1)
-
-
-def started(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> Any:
-    """Return the first process's answer to `function(place, port, *arguments)`; they meet at a store of ours."""
-    store = StoreServer()
-    worker = partial(_start, function, store.port, arguments, processes)
-    return launch(worker, processes, is_consequence=follows_from_another)
-
-
-def _start(function: Any, port: int, arguments: Any, processes: int, rank: int) -> Any:
-    return function(Rank(rank, rank, 0, processes, processes), port, *arguments)
-
-
-def in_group(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
-    """Return the answers of all processes of a group to `function(rank, *arguments)`, in order."""
-    answers: list[Any] = started(_join, function, arguments, processes=processes)
-    return answers
-
-
-def _join(place: Rank, port: int, function: Any, arguments: Any) -> list[Any]:
-    with joined(place, CPU, timeout=PATIENCE, port=port):
-        return gathered(function(place.global_rank, *arguments))
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all processes."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def summed() -> float:
-    """1 + 2 + ..., over all processes."""
-    value = torch.tensor(dist.get_rank() + 1.0)
-    dist.all_reduce(value)
-    return float(value)
 
 
 # Who can reach it
@@ -231,8 +194,8 @@ def meets_again_before_the_server_has_left(place: Rank, port: int, connected: Pa
 def test_a_group_after_another_on_the_store_of_the_first_process(tmp_path: Path) -> None:
     connected = tmp_path / "connected"
     os.mkfifo(connected)
-    worker = partial(_start, meets_again_before_the_server_has_left, unused_port(), (connected,), 2)
-    assert launch(worker, 2, is_consequence=follows_from_another) == [3, 3]
+    answer = started(meets_again_before_the_server_has_left, connected, port=unused_port())
+    assert answer == [3, 3]
 
 
 def leaves_a_word(port: int, attempt: int, rank: int) -> bool:

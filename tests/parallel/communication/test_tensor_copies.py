@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.parallel.communication.tensor_copies import copy_from_first
-from tests.parallel.communication.test_process_group import in_group
+from tests.support.process_groups import in_group
 
 
 def copied(rank: int) -> list[float]:

@@ -4,6 +4,7 @@ The meta device is the second one here: threads are real, and nothing needs an a
 """
 
 import gc
+import itertools
 import threading
 import traceback
 import weakref
@@ -68,11 +69,10 @@ def test_the_first_of_those_that_take_part_runs_here(threads: DeviceThreads) -> 
     assert cpu.startswith("equipoise-device")
 
 
-@pytest.mark.parametrize("devices", [[CPU], [CPU, CPU, CPU]])
-def test_one_device_needs_no_thread(devices: list[torch.device]) -> None:
+def test_one_device_needs_no_thread() -> None:
     before = threading.active_count()
-    alone = DeviceThreads(devices)
-    assert alone.run([(index, name) for index in range(len(devices))]) == [name()] * len(devices)
+    alone = DeviceThreads([CPU, CPU, CPU])
+    assert alone.run([(index, name) for index in range(3)]) == [name()] * 3
     assert threading.active_count() == before
     alone.close()
 
@@ -109,9 +109,12 @@ def look() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("outer", MODES)
-@pytest.mark.parametrize("inner", MODES)
-def test_threads_are_as_the_callers(outer: str, inner: str, threads: DeviceThreads) -> None:
+# Each mode within the next one, which each can change what the other has set.
+NESTED = list(itertools.pairwise([*MODES, "nothing"]))
+
+
+@pytest.mark.parametrize(("inner", "outer"), NESTED)
+def test_threads_are_as_the_callers(inner: str, outer: str, threads: DeviceThreads) -> None:
     fresh = look()
     with MODES[outer](), MODES[inner]():
         here = look()
@@ -131,9 +134,8 @@ def test_states_differ() -> None:
     assert len(different) == len(MODES) - 3  # grad is enabled anyway, nothing is cast anyway, and no CUDA to be seen
 
 
-@pytest.mark.parametrize("inside", MODES)
-@pytest.mark.parametrize("outside", MODES)
-def test_a_state_is_entered_within_any_other(outside: str, inside: str) -> None:
+@pytest.mark.parametrize(("inside", "outside"), [*NESTED, *((outside, inside) for inside, outside in NESTED)])
+def test_a_state_is_entered_within_any_other(inside: str, outside: str) -> None:
     with MODES[inside]():
         state = ThreadState.capture(["cpu", "cuda"])
     with MODES[outside]():
@@ -182,8 +184,7 @@ def fail(error: BaseException, after: threading.Event | None = None) -> Callable
     return run
 
 
-@pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize(("position", "kind"), [(0, ValueError), (1, torch.OutOfMemoryError), (1, KeyboardInterrupt)])
 def test_an_error_names_its_part(position: int, kind: type[BaseException], threads: DeviceThreads) -> None:
     error = kind("too bad")
     functions = [(0, lambda: None), (1, lambda: None)]

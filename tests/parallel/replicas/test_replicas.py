@@ -1,6 +1,7 @@
 """Copies have the structure and values of the module, share what is no part of it, and give back what they learnt."""
 
 import copy
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from torch.nn.utils import parametrize, prune
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from equipoise.errors import ConfigurationError, StepError
+from equipoise.errors import StepError
 from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.replicas.replicas import Replicas
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import refuses
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -115,7 +118,7 @@ def assert_alike(module: nn.Module, replica: nn.Module, x: Tensor) -> None:
     assert list(replica.state_dict()) == list(module.state_dict())
     actual = results(replica, x)
     assert all(parameter.grad is None for parameter in module.parameters())
-    torch.testing.assert_close(actual, results(module, x), rtol=0, atol=0)
+    assert_equal(results(module, x), actual)
 
 
 # Structure
@@ -241,15 +244,12 @@ CHANGES: list[Callable[[Any, Any], Any]] = [
     freeze,
     compute_in_the_copy,
     let_buffers_go,
-]
-MODES: list[Callable[[Any, Any], Any]] = [
-    lambda module, replica: module.eval(),
     lambda module, replica: module.norm.eval(),
     lambda module, replica: module.load_state_dict(Whole().state_dict()),
 ]
 
 
-@pytest.mark.parametrize("change", [*CHANGES, *MODES])
+@pytest.mark.parametrize("change", CHANGES)
 def test_copies_follow_the_module(change: Callable[[Any, Any], Any]) -> None:
     module = Whole()
     replicas = copies(module)
@@ -272,13 +272,14 @@ def test_copies_follow_the_module(change: Callable[[Any, Any], Any]) -> None:
         lambda module: module.register_buffer("later", torch.ones(2)),
         lambda module: setattr(module.spare, "running_mean", None),
         lambda module: delattr(module.spare, "running_var"),
-        lambda module: module.spare.register_buffer("offset", torch.ones(2)),
+        lambda module: module.bare.register_buffer("offset", torch.ones(2)),
     ],
     ids=["module", "replaced", "parameter", "module gone", "buffer", "buffer None", "buffer gone", "first buffer"],
 )
 def test_copies_are_made_anew_where_parts_come_or_go(change: Callable[[nn.Module], Any]) -> None:
     module = Whole()
     module.third, module.spare = nn.Linear(1, 1), nn.BatchNorm1d(3)
+    module.bare = nn.BatchNorm1d(3, track_running_stats=False)
     replicas = copies(module)
     before = replicas[1]
     replicas.refresh([0, 1])
@@ -287,17 +288,6 @@ def test_copies_are_made_anew_where_parts_come_or_go(change: Callable[[nn.Module
     replicas.refresh([0, 1])
     assert replicas[1] is not before
     assert_alike(module, replicas[1], torch.randn(4, 3))
-
-
-def test_a_first_buffer_makes_a_copy_anew() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
-    replicas = copies(module, 1)
-    made = replicas[1]
-    replicas.refresh([0, 1])
-    assert replicas[1] is made
-    module[0].register_buffer("offset", torch.ones(2))
-    replicas.refresh([0, 1])
-    assert replicas[1] is not made
 
 
 def test_gradients_after_a_change_of_structure() -> None:
@@ -453,15 +443,15 @@ def test_a_copy_that_computed_in_the_modules_place_gives_back() -> None:
 # Gradients
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.to_dense() for parameter in module.parameters()]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 3), min_size=2, max_size=5), windows=st.integers(1, 3), seed=st.integers(0, 99))
 def test_gradients_are_those_of_the_whole_batch(sizes: list[int], windows: int, seed: int) -> None:
     torch.manual_seed(seed)
-    module = net()
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     expected = copy.deepcopy(module)
     replicas = Replicas(module, [CPU] * len(sizes))
     for _ in range(windows):
@@ -473,40 +463,32 @@ def test_gradients_are_those_of_the_whole_batch(sizes: list[int], windows: int, 
         replicas.collect_gradients()
         for part in parts:
             expected(part).pow(2).sum().backward()
-    for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
-        if other.grad is None:
-            assert parameter.grad is None
-        else:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-12)
+    assert_equal(gradients(expected), gradients(module), 1e-12)
     assert all(p.grad is None for index in range(1, len(sizes)) if sizes[index] for p in replicas[index].parameters())
 
 
-HAVE = [(first, second, third) for first in (0, 1) for second in (0, 1) for third in (0, 1)]
+HAVE = list(itertools.product([0, 1], repeat=3))
 
 
 def test_gradients_that_some_lack() -> None:
-    """A parameter for every combination of who has a gradient."""
-    module = nn.ParameterList([torch.zeros(2) for _ in HAVE] + [torch.zeros(3) for _ in HAVE])
+    """A parameter of each of two shapes for every combination of who has a gradient."""
+    module = nn.ParameterList(torch.zeros(size) for size in (2, 3) for _ in HAVE)
     replicas = copies(module)
     for index in range(3):
-        own = list(replicas[index].parameters())
-        for position, have in enumerate(HAVE * 2):
+        for parameter, have in zip(replicas[index].parameters(), HAVE * 2, strict=True):
             if have[index]:
-                own[position].grad = torch.full_like(own[position], 10.0**index)
+                parameter.grad = torch.full_like(parameter, 10.0**index)
     replicas.collect_gradients()
-    for parameter, have in zip(module.parameters(), HAVE * 2, strict=True):
-        if not any(have):
-            assert parameter.grad is None
-        else:
-            assert parameter.grad is not None
-            assert parameter.grad.tolist() == [sum(10**index * own for index, own in enumerate(have))] * len(parameter)
+    sums = [sum(10**index * own for index, own in enumerate(have)) for have in HAVE * 2]
+    expected = [[total] * len(parameter) if total else None for total, parameter in zip(sums, module, strict=True)]
+    collected = [parameter.grad for parameter in module]
+    assert [None if gradient is None else gradient.tolist() for gradient in collected] == expected
     assert all(parameter.grad is None for index in (1, 2) for parameter in replicas[index].parameters())
-    before = [parameter.grad for parameter in module.parameters()]
     replicas.collect_gradients()  # again changes nothing
-    assert all(parameter.grad is grad for parameter, grad in zip(module.parameters(), before, strict=True))
+    assert all(parameter.grad is gradient for parameter, gradient in zip(module, collected, strict=True))
 
 
-@pytest.mark.parametrize("who", [(0, 1, 2), (1, 2), (2,), (0, 2)])
+@pytest.mark.parametrize("who", [(0, 1, 2), (2,)])
 def test_sparse_gradients(who: tuple[int, ...]) -> None:
     module = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1)).double()
     replicas, expected = copies(module), copy.deepcopy(module)
@@ -516,8 +498,7 @@ def test_sparse_gradients(who: tuple[int, ...]) -> None:
         expected(words).pow(2).sum().backward()
     replicas.collect_gradients()
     assert module[0].weight.grad.is_sparse
-    for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.to_dense(), other.grad.to_dense(), rtol=1e-12, atol=1e-12)
+    assert_equal(gradients(expected), gradients(module), 1e-12)
     assert replicas[2][0].weight.grad is None
 
 
@@ -563,7 +544,7 @@ def test_a_metric_that_is_also_in_a_collection_is_copied_once(alone_first: bool)
     assert module.alone.compute() == 2
 
 
-@pytest.mark.parametrize("indices", [(0, 1, 2), (1, 2), (2,), (0,)])
+@pytest.mark.parametrize("indices", [(0, 1, 2), (2,)])
 def test_metrics_end_with_the_whole_data(indices: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     module = Measured()
@@ -624,7 +605,7 @@ class Spread(nn.Module):
 
 def compiled_in_place() -> nn.Module:
     module = nn.Sequential(nn.Linear(1, 1))
-    module[0].compile()
+    module[0].compile(backend="eager")
     return module
 
 
@@ -637,7 +618,7 @@ def compiled_in_place() -> nn.Module:
             ["Sequential.0 is a TorchScript module, which cannot be copied"],
         ),
         (
-            lambda: nn.Sequential(nn.ReLU(), torch.compile(nn.Linear(1, 1))),
+            lambda: nn.Sequential(nn.ReLU(), torch.compile(nn.Linear(1, 1), backend="eager")),
             ["Sequential.1 is compiled, for one device", "Leave `torch.compile` out"],
         ),
         (compiled_in_place, ["Sequential.0 is compiled"]),
@@ -650,10 +631,7 @@ def compiled_in_place() -> nn.Module:
     ],
 )
 def test_what_cannot_be_copied_is_refused(make: Callable[[], nn.Module], expected: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        check_replicable(make(), [CPU, META])
-    for part in expected:
-        assert part in str(caught.value)
+    refuses(lambda: check_replicable(make(), [CPU, META]), *expected)
 
 
 @pytest.mark.parametrize(
@@ -677,8 +655,7 @@ def test_hooks_on_parameters_are_refused(method: str) -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     handle = getattr(module[0].bias, method)(lambda *args: None)
     replicas = Replicas(module, [CPU, CPU])
-    with pytest.raises(ConfigurationError, match=r"The parameter '0\.bias' has a hook, .* `on_after_backward`"):
-        replicas.refresh([0, 1])
+    refuses(lambda: replicas.refresh([0, 1]), "The parameter '0.bias' has a hook, ", "`on_after_backward`")
     replicas.refresh([0])  # nothing is copied
     handle.remove()
     replicas.refresh([0, 1])
@@ -695,7 +672,7 @@ def test_hooks_on_parameters_are_refused(method: str) -> None:
 )
 def test_what_a_hook_makes_anew_may_be_an_attribute(make: Callable[[], nn.Module]) -> None:
     module = nn.Sequential(make())
-    check_replicable(module, [CPU, torch.device("meta")])
+    check_replicable(module, [CPU, META])
     replicas = copies(module, 1)
     module[0](torch.zeros(1, 2)).sum().backward()
     replicas.refresh([0, 1])

@@ -19,8 +19,8 @@ from equipoise.parallel.shards.folder import remove_folder
 from equipoise.parallel.shards.placeholders import make_placeholder
 from equipoise.parallel.shards.reading import ShardReader
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from tests.parallel.communication.test_object_exchange import Runs
 from tests.parallel.shards.folders import save
+from tests.support.hostile_objects import Runs
 from tests.support.trainer_runs import refuses
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
