@@ -140,26 +140,42 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome with all names."""
+    return outcome(tmp_path_factory.mktemp("with"))
+
+
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_without_the_names_of_one_class(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = outcome(tmp_path / "with")
+def test_a_run_without_the_names_of_one_class(
+    name: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, names = NAMES[name]
     looked_for = hide(monkeypatch, kind, *names)
-    assert outcome(tmp_path / "without") == expected
+    assert outcome(tmp_path) == expected
     # Nothing asks for the mode of loaders that Equipoise itself has combined.
     assert looked_for == (set() if name == "loaders" else set(names))
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("strategy", ["auto", "dp", "balanced"])
-def test_a_run_without_any_of_the_names(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {}
-    if strategy != "auto":
-        options = {"strategy": strategy, "devices": ["cpu", "cpu"]}
-    expected = outcome(tmp_path / "with", **options)
+def test_a_run_without_any_of_the_names(
+    expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_for = {name: hide(monkeypatch, kind, *names) for name, (kind, names) in NAMES.items()}
+    assert outcome(tmp_path / "without", Renamed) == expected
+    assert looked_for == {name: set() if name == "loaders" else set(names) for name, (_, names) in NAMES.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "balanced"])
+def test_a_run_on_two_devices_without_any_of_the_names(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "devices": ["cpu", "cpu"]}
+    with_names = outcome(tmp_path / "with", **options)
     for kind, names in NAMES.values():
         hide(monkeypatch, kind, *names)
-    assert outcome(tmp_path / "without", Renamed, **options) == expected
+    assert outcome(tmp_path / "without", Renamed, **options) == with_names
 
 
 # Callbacks

@@ -22,15 +22,14 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from equipoise import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from equipoise.interop.lightning.arguments.fsdp import fsdp_in_our_words
-from tests.strategies.ddp.test_ddp import Numbered, Samples, assert_same_weights, numbered
-from tests.support.trainer_runs import refuses, trainer
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 PACKAGES = [
     pytest.param(importlib.import_module("lightning.pytorch.strategies"), id="lightning.pytorch"),
     pytest.param(pytest.importorskip("pytorch_lightning.strategies", exc_type=ImportError), id="pytorch_lightning"),
 ]
 BOTH = pytest.mark.parametrize("package", PACKAGES)
-pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 
 
 def connected(strategy: Any, devices: int = 2, **options: Any) -> Any:
@@ -92,14 +91,15 @@ def test_options_of_ddp(package: Any) -> None:
 
 
 def test_a_fit_by_lightnings_ddp_is_that_of_one_device() -> None:
-    def fitted(strategy: Any, devices: int) -> Numbered:
-        module = numbered()
-        loader = torch.utils.data.DataLoader(Samples(16), batch_size=4 // devices)
-        trainer(strategy=strategy, devices=devices, precision="64-true").fit(module, loader)
+    def fitted(strategy: Any, devices: int) -> Small:
+        torch.manual_seed(3)
+        module = Small().double()
+        run = trainer(strategy=strategy, devices=devices, precision="64-true")
+        run.fit(module, loader(4 * devices, batch_size=4 // devices))
         return module
 
-    hook = {"ddp_comm_hook": allreduce_hook, "find_unused_parameters": False}
-    assert_same_weights(fitted("single_device", 1), fitted(TheirDDP(**hook), 2))
+    ddp = TheirDDP(ddp_comm_hook=allreduce_hook, find_unused_parameters=False)
+    assert_equal(fitted("single_device", 1), fitted(ddp, 2), 1e-12)
 
 
 def test_the_hook_of_ddp_with_its_wrapper_and_state() -> None:

@@ -1,5 +1,8 @@
 """Systems that cannot start worker processes refuse what needs them; `tests/platforms` tries a whole program."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from equipoise import HogwildStrategy, PipelineStrategy, predict_memory
@@ -17,22 +20,20 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "get_all_start_methods", lambda: ["spawn"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild", "virtual"])
-def test_strategies_of_several_processes(strategy: str) -> None:
-    refuses(lambda: trainer(strategy=strategy, devices=2), "2 processes", REASON, "'single_device', or 'dp'", "WSL 2")
+REFUSED: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
+    *(
+        (lambda strategy=strategy: trainer(strategy=strategy, devices=2), ("2 processes", "'single_device', or 'dp'"))
+        for strategy in ("ddp", "fsdp", "hogwild", "virtual")
+    ),
+    (lambda: trainer(strategy=HogwildStrategy(processes=3)), ("3 processes",)),
+    (lambda: trainer(strategy=PipelineStrategy(engine="processes"), devices=2), ("engine='threads'",)),
+    (lambda: predict_memory(Small(), None), ("Set the batch size by hand",)),
+]
 
 
-def test_processes_without_devices_of_their_own() -> None:
-    refuses(lambda: trainer(strategy=HogwildStrategy(processes=3)), "3 processes", REASON)
-
-
-def test_a_pipeline_in_several_processes() -> None:
-    strategy = PipelineStrategy(engine="processes")
-    refuses(lambda: trainer(strategy=strategy, devices=2), REASON, "engine='threads'", "WSL 2")
-
-
-def test_predictions() -> None:
-    refuses(lambda: predict_memory(Small(), None), REASON, "Set the batch size by hand", "WSL 2")
+@pytest.mark.parametrize(("use", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_needs_several_processes_is_refused(use: Callable[[], Any], words: tuple[str, ...]) -> None:
+    refuses(use, REASON, "WSL 2", *words)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild", "virtual", "pipeline", "dp", "balanced"])

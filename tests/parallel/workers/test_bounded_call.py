@@ -26,11 +26,11 @@ def kill_itself() -> None:
     ("function", "arguments", "reason"),
     [
         (os.abort, (), "its process was ended by SIGABRT"),
-        (sys.exit, (3,), "its process ended with exit code 3"),
         (sys.exit, (0,), "its process left no result"),
+        (sys.exit, (3,), "its process ended with exit code 3"),
         (kill_itself, (), "its process was ended by SIGKILL, as when the memory of the host is exhausted"),
     ],
-    ids=["aborts", "leaves", "leaves in silence", "is killed"],
+    ids=["aborts", "leaves in silence", "leaves", "is killed"],
 )
 def test_the_end_of_a_process(function: Any, arguments: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(CallError) as caught:
@@ -62,18 +62,26 @@ def test_an_error_is_the_reason() -> None:
 
 def read_surroundings() -> tuple[Any, ...]:
     import module_of_a_user
+    import module_of_the_folder
 
-    return module_of_a_user.VALUE, os.environ["CHOSEN"], Path.cwd(), os.getsid(0) == os.getpid()
+    is_leader = os.getsid(0) == os.getpid()
+    return module_of_a_user.VALUE, os.environ["CHOSEN"], Path.cwd(), module_of_the_folder.__file__, is_leader
 
 
 def test_a_process_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server that forks it started with the variables and in the folder of an earlier time."""
-    folder = tmp_path / "modules"
+    """The server that forks it started with the variables and in the folder of an earlier time.
+
+    A notebook imports from the folder in which it stands, also if it has changed it.
+    """
+    folder, file = tmp_path / "modules", tmp_path / "module_of_the_folder.py"
     folder.mkdir()
+    file.touch()
     (folder / "module_of_a_user.py").write_text("VALUE = 7\n")
     monkeypatch.setenv("CHOSEN", "now")
     monkeypatch.chdir(tmp_path)
-    assert call_bounded(read_surroundings, timeout=60, paths=[str(folder)]) == (7, "now", tmp_path, True)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    expected = (7, "now", tmp_path, str(file), True)
+    assert call_bounded(read_surroundings, timeout=60, paths=[str(folder)]) == expected
     assert os.listdir(folder) == ["module_of_a_user.py"]
 
 
@@ -105,21 +113,6 @@ def test_both_processes_may_choose_how_others_start() -> None:
         assert multiprocessing.get_start_method(allow_none=True) is None
     finally:
         multiprocessing.set_start_method(chosen, force=True)
-
-
-def import_a_module_of_the_folder() -> str | None:
-    import module_of_the_folder
-
-    return module_of_the_folder.__file__
-
-
-def test_modules_of_the_present_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook imports from the folder in which it stands, also if it has changed it."""
-    file = tmp_path / "module_of_the_folder.py"
-    file.write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    assert call_bounded(import_a_module_of_the_folder, timeout=60) == str(file)
 
 
 def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
