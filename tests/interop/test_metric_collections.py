@@ -10,6 +10,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryAvera
 
 from equipoise.interop.merged_metrics import join_metrics, metrics_of, states_to_send
 from equipoise.interop.metrics import load_metric_states, metric_states
+from tests.support.pairs import pairwise
 from tests.support.trainer_runs import Small, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
@@ -44,7 +45,7 @@ def values_of(metrics: MetricCollection) -> Any:
 
 @STATES
 @CALL
-def test_a_checkpoint(states: str, call: bool) -> None:
+def test_a_checkpoint_holds_the_states_of_all_metrics(states: str, call: bool) -> None:
     module, other = nn.ModuleDict({"both": collection(states)}), nn.ModuleDict({"both": collection(states)})
     update(module["both"], call, 0, 1)
     saved = metric_states(module)
@@ -60,7 +61,7 @@ def test_a_checkpoint(states: str, call: bool) -> None:
 
 @STATES
 @CALL
-def test_several_processes(states: str, call: bool) -> None:
+def test_states_of_several_processes_are_joined(states: str, call: bool) -> None:
     """Also with one that was never updated, and so has not found out that states may be shared."""
     sent = [states_to_send(update(collection(states), call, *seeds)) for seeds in ([0, 2], [], [1])]
     joined = update(collection(states), call, 9)
@@ -69,10 +70,8 @@ def test_several_processes(states: str, call: bool) -> None:
     assert dict(zip(joined.keys(), computed, strict=True)) == values_of(update(collection(states), call, 0, 1, 2))
 
 
-@pytest.mark.parametrize("strategy", ["dp", "single_device"])
-@STATES
-@CALL
-def test_parts_of_a_batch(strategy: str, states: str, call: bool) -> None:
+@pytest.mark.parametrize(("strategy", "states", "call"), pairwise(["dp", "single_device"], KINDS, [False, True]))
+def test_states_of_parts_of_a_batch_are_merged(strategy: str, states: str, call: bool) -> None:
     class Module(Small):
         def __init__(self) -> None:
             super().__init__()

@@ -46,7 +46,7 @@ def saved_by(values_of_processes: list[list[float]], **options: Any) -> list[dic
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_states_of_each_reduction(count: int) -> None:
+def test_states_of_each_reduction_are_merged_for_other_processes(count: int) -> None:
     saved = saved_by([[1.0, 2.0], [5.0, 8.0], []])
     metrics = []
     for rank in range(count):

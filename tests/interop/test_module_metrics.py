@@ -49,7 +49,7 @@ def test_each_metric_has_one_name() -> None:
     assert names(module)[2:] == ["child.first.0"]
 
 
-def test_circles_and_data() -> None:
+def test_the_search_ends_in_circles_and_passes_over_data() -> None:
     module = Holder()
     circle: list[Any] = [module, SumMetric()]
     circle.append(circle)

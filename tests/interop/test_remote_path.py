@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AnyPath]:
     files.pseudo_dirs[:] = [""]
 
 
-def test_files(folder: AnyPath) -> None:
+def test_files_are_written_read_and_listed(folder: AnyPath) -> None:
     inner = folder / "a" / "b"
     inner.mkdir(parents=True, exist_ok=True)
     file = inner / "x.tar.txt"
@@ -45,7 +45,7 @@ def test_files(folder: AnyPath) -> None:
     assert list(folder.glob("**/*.txt")) == list((folder / "a").glob("**/x*")) == [file]
 
 
-def test_names_change(folder: AnyPath) -> None:
+def test_files_are_renamed_and_removed(folder: AnyPath) -> None:
     file = folder / "x"
     file.write_bytes(b"1")
     other = file.with_name("y")
@@ -67,7 +67,7 @@ def memory() -> Iterator[Any]:
     files.pseudo_dirs[:] = [""]
 
 
-def test_a_root_is_a_folder(memory: Any) -> None:
+def test_the_root_of_a_file_system_is_a_folder(memory: Any) -> None:
     root = RemotePath("memory://")
     file = root / "x.ckpt"
     assert str(file) == "memory://x.ckpt"
@@ -77,7 +77,7 @@ def test_a_root_is_a_folder(memory: Any) -> None:
     assert list(root.iterdir()) == [file]
 
 
-def test_a_name_is_no_pattern(memory: Any) -> None:
+def test_a_name_with_brackets_is_no_pattern(memory: Any) -> None:
     """One of brackets is removed, and not those that it would match."""
     folder = RemotePath("memory://run")
     for name in ("x[12]", "x1", "y*/a", "yz/a"):
@@ -119,7 +119,7 @@ def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         ("time 12:30/run", Path("time 12:30/run")),
     ],
 )
-def test_what_is_elsewhere(path: Any, kind: AnyPath) -> None:
+def test_urls_are_told_from_paths_of_this_machine(path: Any, kind: AnyPath) -> None:
     assert to_path(path) == kind
     assert is_remote(path) == isinstance(kind, RemotePath)
 
@@ -130,7 +130,7 @@ def test_a_url_that_pathlib_has_changed(path: Any) -> None:
     refuses(lambda: to_path(path), "was a URL", "Pass it as text", "://...'")
 
 
-def test_unknown_places() -> None:
+def test_an_unknown_protocol_is_refused() -> None:
     refuses(lambda: RemotePath("nowhere://x").exists(), "'nowhere://x' cannot be used: Protocol not known: nowhere")
 
 

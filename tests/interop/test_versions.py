@@ -41,23 +41,21 @@ def install(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
         ("torch", "2.15.0", False),
         ("torch", "2.15.0+cu130", False),
         ("torch", "2.15.1", True),
-        ("torch", "2.16.0", True),
-        ("torch", "3.0.0", True),
         ("torch", "2.10.0", False),
         ("torch", "2.15.0rc2", False),
         ("torch", "2.16.0.dev20270101+cpu", True),
         ("torch", "2.16.0a0+gitabcdef0", True),
         ("torch", "somebody's own", False),
-        ("python", "3.13.0", False),
         ("python", "3.13.99", False),
         ("python", "3.13.2+", False),
         ("python", "3.14.0", True),
-        ("python", "3.14.0rc1", True),
         ("python", "3.14.0+", True),
         ("torch", None, False),
     ],
 )
-def test_newer(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, is_newer: bool) -> None:
+def test_a_newer_version_is_named(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, is_newer: bool
+) -> None:
     monkeypatch.setattr(versions, "TESTED", {"torch": ("2.11.0", "2.15.0"), "python": ("3.11", "3.13")})
     install(monkeypatch, **{package: version})
     phrases = newer_than_tested()
@@ -127,6 +125,6 @@ def test_the_first_fit_of_a_process_warns_at_its_call(not_warned_yet: pytest.Mon
     assert warnings_of(lambda: trainer().fit(Small(), loader())) == []
 
 
-def test_workers_do_not_repeat_it() -> None:
+def test_workers_do_not_repeat_the_notice() -> None:
     """The notice is given before there are any; in a worker, only the import of these tests has asked for it."""
     trainer(devices=2, strategy="ddp").fit(Looking(), loader())

@@ -13,13 +13,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch._dynamo
 import torchmetrics  # noqa: F401  imported once, before the forks
 from lightning.pytorch.callbacks import LearningRateFinder
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop import adapters
@@ -27,38 +24,15 @@ from equipoise.interop import adapters
 PLAIN = {"single_device": ["cpu"], "dp": ["cpu", "cpu"], "ddp": ["cpu", "cpu"]}
 
 
-class Net(pl.LightningModule):
-    """Two layers, with dropout in none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        features, targets = batch
-        loss = nn.functional.mse_loss(self.net(features), targets)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
 def fit(strategy: str, devices: list[str], **options: Any) -> list[float]:
     """Return the weights after a short training."""
-    from equipoise import Trainer
+    from tests.support.trainer_runs import Small, loader, trainer
 
     torch.manual_seed(3)
-    module = Net()
-    data = TensorDataset(torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 1, dtype=torch.float64))
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", max_epochs=2, **quiet, **options)
-    trainer.fit(module, DataLoader(data, batch_size=4 // len(devices) if strategy == "ddp" else 4))
+    module = Small()
+    size = 4 // len(devices) if strategy == "ddp" else 4
+    run = trainer(strategy=strategy, devices=devices, max_epochs=2, precision="64-true", **options)
+    run.fit(module, loader(12 // size, size))
     return [value.item() for parameter in module.parameters() for value in parameter.flatten()]
 
 
@@ -72,15 +46,17 @@ def check_recovery() -> None:
 def train_by_hand() -> None:
     """Begin a training by hand under ddp, in this process."""
     from equipoise.strategies.ddp.exchange.by_hand.manual_engine import ManualEngine
+    from tests.support.trainer_runs import Small
 
-    ManualEngine(Net(), torch.device("cpu"), {"bucket_cap_mb": 25})
+    ManualEngine(Small(), torch.device("cpu"), {"bucket_cap_mb": 25})
 
 
 def predict() -> None:
     """Predict the memory of a step."""
     from equipoise import predict_memory
+    from tests.support.trainer_runs import Small
 
-    predict_memory(Net(), (torch.ones(4, 3, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)))
+    predict_memory(Small(), (torch.ones(4, 2),))
 
 
 def make(name: str, **options: Any) -> Callable[[], Any]:

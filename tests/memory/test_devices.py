@@ -40,7 +40,7 @@ def test_the_cpu_comes_first() -> None:
     assert (cpu.index, cpu.physical, cpu.uuid, cpu.compute_capability) == (None,) * 4
 
 
-def test_only_those_that_are_wanted() -> None:
+def test_only_wanted_devices_are_listed() -> None:
     assert [info.device for info in list_devices(["cpu"])] == ["cpu"]
     assert list_devices([]) == list_devices(["cuda:9999"]) == []
 
@@ -259,7 +259,7 @@ def test_a_reading_does_not_initialise_cuda() -> None:
 # MPS, with stand-ins, and others.
 
 
-def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_of_mps_is_listed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 100)

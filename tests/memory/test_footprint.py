@@ -38,7 +38,7 @@ def test_a_device_that_holds_a_copy() -> None:
     assert footprint_of(module, [], "cuda:1") == Footprint(24, 24)
 
 
-def test_what_has_no_storage() -> None:
+def test_tensors_without_storage_have_no_footprint() -> None:
     embedding = nn.Embedding(4, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     assert footprint_of(embedding, [], "cpu") == Footprint(48)

@@ -58,7 +58,7 @@ MPS = (
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_messages(error: Exception, requested: Any, free: Any, allocated: Any, device: Any) -> None:
+def test_out_of_memory_is_understood(error: Exception, requested: Any, free: Any, allocated: Any, device: Any) -> None:
     message = str(error)
     assert is_out_of_memory(error)
     assert requested_bytes(message) == requested
@@ -79,11 +79,11 @@ def test_messages(error: Exception, requested: Any, free: Any, allocated: Any, d
         KeyboardInterrupt(),
     ],
 )
-def test_other_errors(error: BaseException) -> None:
+def test_other_errors_are_not_out_of_memory(error: BaseException) -> None:
     assert not is_out_of_memory(error)
 
 
-def test_what_this_allocator_says() -> None:
+def test_the_message_of_the_installed_allocator_is_understood() -> None:
     """The message of this torch, not one that was written down."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50, dtype=torch.uint8)
@@ -114,7 +114,7 @@ def test_an_event_in_a_sentence(changes: Any, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [-1, True, 2.0, "2", None])
-def test_splits_that_cannot_be(parts: Any) -> None:
+def test_wrong_numbers_of_parts_are_refused(parts: Any) -> None:
     with pytest.raises(ConfigurationError, match="of a Split must be an integer of at least 0, not"):
         Split(parts)
     with pytest.raises(ConfigurationError, match="grow_after of a Split"):

@@ -63,7 +63,7 @@ def test_another_package_does_not_replace_one_of_ours(install: Install) -> None:
         load_extension("strategies", "dp")
 
 
-def test_an_unknown_name(install: Install) -> None:
+def test_an_unknown_name_of_a_strategy_is_refused(install: Install) -> None:
     install("of_others", "local", STRATEGY)
     with pytest.raises(ConfigurationError, match=r"strategy must be one of .*'local', not 'locl'. Did you mean"):
         Trainer(strategy="locl")

@@ -34,7 +34,7 @@ def tensor(*values: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         (object(), object()),
     ],
 )
-def test_equal(expected: Any, computed: Any) -> None:
+def test_values_that_are_equal_within_a_tolerance(expected: Any, computed: Any) -> None:
     assert not gap_of(expected, computed, ROUNDED)
 
 
@@ -50,19 +50,21 @@ def test_equal(expected: Any, computed: Any) -> None:
         (1, 1.0, INF, ()),
     ],
 )
-def test_different(expected: Any, computed: Any, share: float, place: tuple[int, ...]) -> None:
+def test_the_gap_of_values_that_differ_has_a_place(
+    expected: Any, computed: Any, share: float, place: tuple[int, ...]
+) -> None:
     gap = gap_of(expected, computed, ROUNDED)
     assert gap
     assert (gap.share, gap.place) == (share, place)
 
 
-def test_to_the_bit() -> None:
+def test_exact_values_are_equal_to_the_bit() -> None:
     one, other = tensor(1.0, 4.0), tensor(1.0, 4.0 + 1e-15)
     assert not gap_of(one, other, ROUNDED)
     assert gap_of(one, other, EXACT)
 
 
-def test_tolerances() -> None:
+def test_the_tolerance_of_dtypes_and_of_gradients() -> None:
     """The coarsest dtype counts, and a gradient that is nothing but rounding is compared with the largest one."""
     assert tolerance_of([torch.float64, torch.bfloat16]) == TOLERANCES[torch.bfloat16]
     assert tolerance_of([]) == tolerance_of([torch.complex64]) == TOLERANCES[torch.float32]

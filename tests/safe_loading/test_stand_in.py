@@ -1,6 +1,7 @@
 """Uses of a stand-in: keeping, copying and comparing it by identity; every other one is an error with a remedy."""
 
 import copy
+import itertools
 import math
 import operator
 import pickle
@@ -11,6 +12,8 @@ import pytest
 
 from equipoise import CheckpointError
 from equipoise.safe_loading.stand_in import StandIn
+
+THING = StandIn("somewhere", "Thing")
 
 BINARY: list[Callable[[Any, Any], Any]] = [
     *(operator.add, operator.sub, operator.mul, operator.matmul, operator.truediv, operator.floordiv, operator.mod),
@@ -31,23 +34,21 @@ def with_block(value: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("use", [*UNARY, with_block])
-def test_a_use_is_an_error_that_names_the_remedy(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"object of somewhere\.Thing, .* pass weights_only=False"):
-        use(StandIn("somewhere", "Thing"))
+def test_a_use_is_an_error_that_names_the_remedy() -> None:
+    for use in [*UNARY, with_block]:
+        with pytest.raises(CheckpointError, match=r"object of somewhere\.Thing, .* pass weights_only=False"):
+            use(THING)
 
 
-@pytest.mark.parametrize("use", BINARY)
-def test_an_operator_is_an_error_on_both_sides(use: Callable[[Any, Any], Any]) -> None:
-    for pair in [(StandIn("somewhere", "Thing"), 2), (2, StandIn("somewhere", "Thing"))]:
+def test_an_operator_is_an_error_on_both_sides() -> None:
+    for use, pair in itertools.product(BINARY, [(THING, 2), (2, THING)]):
         with pytest.raises(CheckpointError, match=r"object of somewhere\.Thing"):
             use(*pair)
 
 
-def test_it_can_be_kept() -> None:
-    value = StandIn("somewhere", "Thing")
-    assert copy.copy(value) is value
-    assert copy.deepcopy([value]) == [value]
-    assert repr(pickle.loads(pickle.dumps(value))) == "<stand-in for somewhere.Thing>"
-    assert {value: 1}[value] == 1
-    assert value != StandIn("somewhere", "Thing")
+def test_a_stand_in_can_be_kept_copied_and_compared() -> None:
+    assert copy.copy(THING) is THING
+    assert copy.deepcopy([THING]) == [THING]
+    assert repr(pickle.loads(pickle.dumps(THING))) == "<stand-in for somewhere.Thing>"
+    assert {THING: 1}[THING] == 1
+    assert StandIn("somewhere", "Thing") != THING

@@ -36,7 +36,7 @@ def numbers():
     return [cell for row in ROWS for cell in row[:-1] if cell]
 
 
-def test_a_pipe_has_no_width():
+def test_a_table_in_a_pipe_is_printed_whole():
     text = printed(20, is_terminal=False)
     for row in ROWS:
         (line,) = [line for line in text.splitlines() if row[1] in line]

@@ -38,7 +38,7 @@ def shard_and_undo() -> dict[str, bool]:
 
 
 @pytest.mark.usefixtures("group")
-def test_private_names() -> None:
+def test_private_names_of_fully_shard_do_what_is_relied_upon() -> None:
     seen = shard_and_undo()
     assert all(seen.values()), seen
 

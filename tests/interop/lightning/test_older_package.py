@@ -119,7 +119,7 @@ def test_a_program_of_the_older_package(tmp_path: Path) -> None:
     assert actual == expected
 
 
-def test_parts_of_both_packages(tmp_path: Path) -> None:
+def test_parts_of_both_packages_in_one_run(tmp_path: Path) -> None:
     keeper = older.callbacks.ModelCheckpoint(tmp_path, filename="kept")
     run = trainer(
         callbacks=[keeper],
@@ -146,7 +146,7 @@ def test_only_one_of_each_kind_whatever_its_package() -> None:
 
 
 @BOTH
-def test_who_runs_the_backward(package: types.ModuleType) -> None:
+def test_an_own_backward_is_recognised(package: types.ModuleType) -> None:
     module = module_of(package)
     own = type("Own", (type(module),), {"backward": lambda self, loss: loss.backward()})()
     assert has_one_backward(module)

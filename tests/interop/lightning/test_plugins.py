@@ -67,7 +67,7 @@ def test_precisions_of_few_bits_without_a_counterpart(monkeypatch: pytest.Monkey
 
 @BOTH
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_precisions(package: Any, name: str) -> None:
+def test_plugins_of_precision_are_translated(package: Any, name: str) -> None:
     kind, arguments = PRECISIONS[name]
     plugin = getattr(package, kind)(*arguments)
     assert trainer(plugins=[plugin]).precision == trainer(precision=plugin).precision == name
@@ -140,7 +140,7 @@ class OwnBatchNorm(TorchSyncBatchNorm):
 
 
 @pytest.mark.parametrize("kind", [OwnLayers, OwnBatchNorm])
-def test_other_layers(kind: Any) -> None:
+def test_other_layer_synchronisation_is_refused(kind: Any) -> None:
     refuses(lambda: trainer(plugins=[kind()]), kind.__name__, "Take sync_batchnorm=True")
 
 
@@ -148,7 +148,7 @@ def test_other_layers(kind: Any) -> None:
 
 
 @BOTH
-def test_environments_in_one_process(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_of_environments_are_translated(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     environments = importlib.import_module(package.__name__ + ".environments")
     assert trainer(plugins=[environments.LightningEnvironment()]).world_size == 1
     assert trainer(plugins=environments.SLURMEnvironment()).world_size == 1
@@ -159,7 +159,7 @@ def test_environments_in_one_process(package: Any, monkeypatch: pytest.MonkeyPat
         assert (run.global_rank, run.world_size) == (1, 2)
 
 
-def test_a_writer_beside_others() -> None:
+def test_plugins_of_several_kinds_at_once() -> None:
     writer = TorchCheckpointIO()
     run = trainer(plugins=[LightningEnvironment(), writer, DoublePrecision(), TorchSyncBatchNorm()])
     assert run.checkpoint_io is writer
@@ -209,5 +209,5 @@ def test_environments_without_a_counterpart(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("several", [[LightningEnvironment(), TorchElasticEnvironment()], [TorchSyncBatchNorm()] * 2])
-def test_two_for_the_same(several: Any) -> None:
+def test_two_plugins_of_one_kind_are_refused(several: Any) -> None:
     refuses(lambda: trainer(plugins=several), "plugins holds two for the same", type(several[1]).__name__)

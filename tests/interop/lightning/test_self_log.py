@@ -44,8 +44,16 @@ def test_log_is_bound_in_a_run_and_gone_after_it() -> None:
     assert module.log.__func__ is LightningModule.log
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_epoch_start", "training_step", "on_train_end"])
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("setup", ValueError),
+        ("on_fit_start", KeyboardInterrupt),
+        ("on_train_epoch_start", ValueError),
+        ("training_step", SystemExit),
+        ("on_train_end", KeyboardInterrupt),
+    ],
+)
 def test_log_is_gone_after_an_error(hook: str, error: type[BaseException]) -> None:
     def fail(self: Any, *args: Any, **kwargs: Any) -> None:
         assert is_bound(self)

@@ -63,7 +63,7 @@ def test_what_a_strategy_holds_for_the_trainer() -> None:
 
 
 @BOTH
-def test_options_of_ddp(package: Any) -> None:
+def test_options_of_ddp_are_translated(package: Any) -> None:
     """The way in which processes start ("spawn", "fork") has no meaning here."""
     strategy = connected(
         package.DDPStrategy(
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 @BOTH
-def test_options_of_fsdp(package: Any) -> None:
+def test_options_of_fsdp_are_translated(package: Any) -> None:
     run = trainer(
         strategy=package.FSDPStrategy(
             timeout=timedelta(seconds=9),
@@ -160,14 +160,14 @@ def test_options_of_fsdp(package: Any) -> None:
     assert run.precision == "bf16-mixed"
 
 
-def test_defaults_of_fsdp() -> None:
+def test_defaults_of_fsdp_are_translated() -> None:
     ours, theirs = vars(connected(FSDPStrategy())), vars(connected(TheirFSDP()))
     assert {name: value for name, value in theirs.items() if name not in ("_group", "processes")} == {
         name: value for name, value in ours.items() if name not in ("_group", "processes")
     }
 
 
-def test_model_parallel() -> None:
+def test_model_parallel_is_fsdp_with_tensor_parallelism() -> None:
     strategy = connected(ModelParallelStrategy(tensor_parallel_size=2, timeout=timedelta(seconds=9)), 4)
     assert type(strategy) is FSDPStrategy
     assert (strategy.data, strategy.tensor, strategy.checkpoints, strategy.timeout) == ("auto", 2, "sharded", 9.0)
@@ -185,7 +185,7 @@ def test_model_parallel() -> None:
     ],
     ids=["classes", "sizes", "a function"],
 )
-def test_policies(policy: Any, units: Any) -> None:
+def test_wrapping_policies_are_translated_to_units(policy: Any, units: Any) -> None:
     words = fsdp_in_our_words(TheirFSDP(auto_wrap_policy=policy, activation_checkpointing_policy=policy))
     assert words.options.get("units") == words.trainer.get("activation_checkpointing") == units
     assert len(words.left_out) == (0 if units else 2)
@@ -197,7 +197,7 @@ def test_the_older_list_of_checkpointed_classes() -> None:
     assert fsdp_in_our_words(strategy).trainer["activation_checkpointing"] == [Block]
 
 
-def test_copies_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrid_sharding_has_a_replica_for_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connected(TheirFSDP(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4).replicas == 2
     assert connected(TheirFSDP(sharding_strategy="HYBRID_SHARD", auto_wrap_policy={Block})).replicas == 1
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}.items():
@@ -209,12 +209,12 @@ def test_copies_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connected(hybrid, num_nodes=2).replicas == 2
 
 
-def test_nothing_sharded_is_ddp() -> None:
+def test_fsdp_without_sharding_is_ddp() -> None:
     strategy = connected(TheirFSDP(sharding_strategy="NO_SHARD"))
     assert (type(strategy), strategy.engine) == (DDPStrategy, "native")
 
 
-def test_precision_of_shards() -> None:
+def test_the_precision_of_shards_is_translated() -> None:
     half = DtypesOfShards(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"alone: reduce_dtype=torch.bfloat16 \(gradients are exchanged in their own"):
         assert trainer(strategy=TheirFSDP(mixed_precision=half), devices=2).precision == "bf16-mixed"

@@ -191,7 +191,7 @@ def test_recomputed_activations_are_no_activations() -> None:
     assert activations(recompute=True) < 0.6 * activations(recompute=False)
 
 
-def test_stop_leaves_nothing_on() -> None:
+def test_after_its_end_a_ledger_records_nothing() -> None:
     ledger = Ledger(module := nn.Linear(2, 2))
     ledger.start()
     ledger.stop()
@@ -217,7 +217,7 @@ def test_a_failing_forward_does_not_confuse_the_next() -> None:
     assert holder.module == "good"
 
 
-def test_nothing_seen_is_said() -> None:
+def test_a_device_on_which_nothing_was_seen_is_an_error() -> None:
     ledger = Ledger(nn.Linear(2, 2))
     with pytest.raises(KeyError, match="Nothing was seen on cuda:0"):
         ledger.peak("cuda:0")

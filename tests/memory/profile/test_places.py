@@ -22,7 +22,7 @@ def places() -> DevicePlaces:
     observe_devices(None)
 
 
-def test_forward_backward_and_step(places: DevicePlaces) -> None:
+def test_memory_of_forward_backward_and_step_lies_with_its_device(places: DevicePlaces) -> None:
     """Two layers, each of which computes on a device: outputs, gradients and states lie with it."""
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
     optimizer = torch.optim.Adam(layers.parameters(), foreach=True)
@@ -89,6 +89,6 @@ def test_without_an_observer_announcements_do_nothing() -> None:
         note_placed(torch.ones(1), 1)
 
 
-def test_names() -> None:
+def test_names_of_devices_are_numbered_where_one_is_given_twice() -> None:
     assert names_of_devices([torch.device("cpu")]) == ["cpu"]
     assert names_of_devices(["cuda:0", "cpu", "cuda:0"]) == ["cuda:0 (0)", "cpu", "cuda:0 (2)"]

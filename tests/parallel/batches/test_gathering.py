@@ -86,7 +86,7 @@ def test_arrays_are_joined() -> None:
     assert gather([whole], [6], CPU) is whole
 
 
-def test_one_part_is_what_it_was() -> None:
+def test_the_output_of_one_part_is_returned_as_it_is() -> None:
     whole = {"a": torch.rand(3), "b": torch.tensor(2.0), "c": [torch.rand(3)], "d": 1, "e": 0.1}
     for weights in (None, [3]):
         gathered = gather([whole], [3], CPU, weights=weights)

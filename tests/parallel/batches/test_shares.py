@@ -182,7 +182,7 @@ def within(sizes: tuple[int, ...] | list[int], devices: list[DeviceTimes]) -> bo
 
 @settings(deadline=None)
 @given(batch_size=st.integers(1, 12), devices=st.lists(device, min_size=1, max_size=4))
-def test_nothing_ends_earlier(batch_size: int, devices: list[DeviceTimes]) -> None:
+def test_no_other_sizes_end_earlier(batch_size: int, devices: list[DeviceTimes]) -> None:
     every = [
         (*some, batch_size - sum(some))
         for some in itertools.product(range(batch_size + 1), repeat=len(devices) - 1)

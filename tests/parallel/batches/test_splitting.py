@@ -63,7 +63,7 @@ def test_one_tensor_of_another_size_forbids_a_guess(data: st.DataObject, size: i
         (torch.zeros(3).to_sparse(), 3),
     ],
 )
-def test_sizes(batch: Any, size: int | None) -> None:
+def test_the_size_of_a_batch_or_none(batch: Any, size: int | None) -> None:
     assert infer_batch_size(batch) == size
 
 
@@ -75,7 +75,7 @@ def test_a_field_made_after_construction_counts() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors(layout: torch.layout) -> None:
+def test_the_size_of_nested_tensors(layout: torch.layout) -> None:
     ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(5), torch.zeros(1)], layout=layout)
     assert infer_batch_size(ragged) == 3
     assert infer_batch_size((ragged, torch.zeros(3))) == 3
@@ -102,7 +102,7 @@ def test_parts_come_together_again(data: st.DataObject, sizes: list[int], dim: i
             assert all(leaf is whole for leaf in cut)
 
 
-def test_samples_need_not_come_first() -> None:
+def test_the_dimension_of_samples_need_not_be_the_first() -> None:
     batch = {"x": torch.zeros(7, 4, 2), "y": torch.zeros(3, 4), "z": torch.tensor(1.0)}
     assert infer_batch_size(batch, 1) == 4
     assert infer_batch_size(batch) is None

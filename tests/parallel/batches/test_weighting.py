@@ -239,7 +239,7 @@ def test_the_mean_has_the_dtype_of_its_values(dtype: torch.dtype, kind: str) -> 
     assert (mean.dtype, mean.item(), float(total)) == (dtype, 4, 4)
 
 
-def test_nothing_to_average() -> None:
+def test_a_mean_of_nothing_is_none() -> None:
     value = torch.tensor(1.0)
     for values, weights in ([], []), ([None], [3]), ([value, None], [0, 2]), ([value], [0.0]):
         assert weighted_mean(values, weights, CPU) == (None, 0)
@@ -251,7 +251,7 @@ def test_parts_known_to_weigh_nothing_are_not_looked_at() -> None:
     assert (mean.item(), total) == (2, 3)
 
 
-def test_a_mean_is_where_it_is_wanted() -> None:
+def test_a_mean_lies_on_the_device_that_was_asked_for() -> None:
     """The meta device stands for any other."""
     meta = torch.device("meta")
     for weight in (2, torch.tensor(2), torch.tensor(2, device="meta")):

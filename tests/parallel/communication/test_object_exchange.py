@@ -78,7 +78,7 @@ def test_launched_processes_have_a_key_of_their_run() -> None:
         loads(one)
 
 
-def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_made_from_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET, raising=False)
     assert authentication.key_of_environment() is None
     monkeypatch.setenv(SECRET, "short")

@@ -227,7 +227,7 @@ def interfaces(place: Rank, port: int) -> list[str | None]:
 
 
 @pytest.mark.parametrize("chosen", [None, LOOPBACK])
-def test_the_interface_is_restored(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_interface_is_restored(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INTERFACE, raising=False)
     if chosen is not None:
         monkeypatch.setenv(INTERFACE, chosen)
@@ -279,5 +279,5 @@ def test_a_group_that_failed_is_not_left_in_order() -> None:
         (ValueError("broken pipe"), False),
     ],
 )
-def test_what_follows_from_another(error: Exception, follows: bool) -> None:
+def test_errors_that_follow_from_another_process(error: Exception, follows: bool) -> None:
     assert follows_from_another(error) == follows

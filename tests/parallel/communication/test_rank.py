@@ -40,7 +40,7 @@ STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
         (FIRST | STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_JOB_NAME": "notebook"}, None),
     ],
 )
-def test_places(environment: dict[str, str], place: Rank | None) -> None:
+def test_the_rank_is_read_from_the_environment(environment: dict[str, str], place: Rank | None) -> None:
     assert find_rank(environment) == place
 
 
@@ -79,7 +79,7 @@ def test_machines_that_the_user_gives() -> None:
         (TASK | STEP | {"SLURM_JOB_NAME": "interactive"}, "'interactive' counts as a shell.*task 5 of 8.*--job-name"),
     ],
 )
-def test_places_that_cannot_be(environment: dict[str, str], message: str) -> None:
+def test_contradicting_variables_of_a_rank_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         find_rank(environment)
 

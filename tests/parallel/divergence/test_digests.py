@@ -9,10 +9,7 @@ from torch import Tensor
 from equipoise.parallel.divergence import digests
 from equipoise.parallel.divergence.digests import digests_of, has_digest
 
-DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
-    *(torch.complex64, torch.complex128, torch.int64, torch.int8, torch.uint8, torch.bool),
-]
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint8, torch.bool]
 
 
 def digest(tensor: Tensor) -> int:
@@ -32,7 +29,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_element_counts(dtype: torch.dtype) -> None:
+def test_each_element_changes_the_digest(dtype: torch.dtype) -> None:
     tensor = drawn(dtype, 3, 7)
     before = digest(tensor)
     assert digest(tensor.clone()) == before
@@ -77,7 +74,7 @@ def test_changes_of_all_elements_do_not_cancel_out(change: object) -> None:
     assert digest(change(tensor)) != digest(tensor)
 
 
-def test_memory_does_not_count() -> None:
+def test_the_memory_format_does_not_change_the_digest() -> None:
     tensor = torch.randn(4, 3, 5, 5)
     views = [tensor.to(memory_format=torch.channels_last), torch.stack([tensor, tensor], dim=-1)[..., 1]]
     apart = torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)  # begins within eight bytes

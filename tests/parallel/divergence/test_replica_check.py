@@ -96,7 +96,7 @@ def test_a_buffer_that_changes_with_a_batch_which_one_process_lacks() -> None:
     trainer(strategy="ddp", devices=2, max_epochs=2).fit(module, loader(1, 1))
 
 
-def test_shards_of_two_replicas() -> None:
+def test_shards_of_two_replicas_are_compared() -> None:
     """Ranks 0 and 1 have the first and the second half, ranks 2 and 3 the same once more."""
     change = of_rank(3, lambda module: module.norm.weight.to_local().add_(1))
     with pytest.raises(StepError, match=r"norm\.weight is not the same in rank 3 as in rank 1\."):
@@ -116,7 +116,7 @@ class Apart(DDPStrategy):
 
 
 @pytest.mark.parametrize("strategy", [*DDP, FSDPStrategy(replicas=2), Apart()], ids=[*NAMES, "replicas", "apart"])
-def test_what_may_differ_is_left_in_peace(strategy: Any) -> None:
+def test_statistics_that_may_differ_between_processes_are_no_error(strategy: Any) -> None:
     """Statistics of samples, numbers that a process draws, and what a strategy of the user's keeps apart."""
 
     def change(module: Watched) -> None:
@@ -126,7 +126,7 @@ def test_what_may_differ_is_left_in_peace(strategy: Any) -> None:
     fit(strategy, change)
 
 
-def test_buffers_that_are_compared() -> None:
+def test_buffers_that_steps_do_not_change_are_compared() -> None:
     part = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     part.register_buffer("scale", torch.ones(1))
     part.register_buffer("count", torch.ones(1, dtype=torch.int64))

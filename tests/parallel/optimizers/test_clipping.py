@@ -6,7 +6,7 @@ from torch import nn
 from equipoise.parallel.optimizers.clipping import clip_by_value
 
 
-def test_each_entry_is_clipped() -> None:
+def test_each_entry_of_a_gradient_is_clipped() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([-2.0, 0.25, 3.0])
     clip_by_value(iter([parameter, nn.Parameter(torch.zeros(2))]), 0.5)

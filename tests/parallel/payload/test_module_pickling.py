@@ -1,6 +1,7 @@
 """Parametrised and compiled modules arrive as they were sent, and continue as such."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from equipoise.parallel.payload.object_bytes import dumps, loads
 from equipoise.parallel.workers.launch import launch
+from tests.support.equality import assert_equal
 
 
 class Symmetric(nn.Module):
@@ -22,10 +24,10 @@ class Symmetric(nn.Module):
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, weight: Tensor) -> Tensor:
-        return self.scale * (weight.triu() + weight.triu(1).mT)  # type: ignore[operator]
+        return self.scale * (weight.triu() + weight.triu(1).mT)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight.triu() / self.scale  # type: ignore[operator]
+        return weight.triu() / self.scale
 
 
 class Marked(nn.Linear):
@@ -55,7 +57,7 @@ def symmetric() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [weight_norm, spectral_norm, symmetric])
-def test_a_parametrised_layer(make: Any) -> None:
+def test_a_parametrised_layer_survives_a_pickle(make: Any) -> None:
     torch.manual_seed(1)
     module = nn.ModuleList([make()])
     module.append(module[0])
@@ -68,8 +70,7 @@ def test_a_parametrised_layer(make: Any) -> None:
     assert (getattr(other[0], "kept", None), hasattr(other[0], "left_out")) == (getattr(module[0], "kept", None), False)
     for each in (module, other):
         each[0](torch.ones(3, 3)).sum().backward()
-    for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
+    assert_equal(*([parameter.grad for parameter in each.parameters()] for each in (module, other)))
     again = copy.deepcopy(other[0])
     parametrize.remove_parametrizations(again, "weight")
     assert torch.equal(again.weight, module[0].weight)
@@ -117,14 +118,12 @@ def with_parametrisation() -> nn.Module:
 
 
 def wrapped() -> nn.Module:
-    return torch.compile(Net(), backend=counting)  # type: ignore[return-value]
+    return torch.compile(Net(), backend=counting)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [in_place, with_parametrisation, wrapped])
 def test_a_compiled_module_is_compiled_where_it_arrives(make: Any) -> None:
-    from functools import partial
-
     torch._dynamo.reset()
     module = make()
     expected = module(torch.ones(2, 3)).detach()
@@ -140,10 +139,10 @@ class Task(BoringModel):
         self.layer = nn.Linear(3, 2)
 
 
-def test_a_compiled_lightning_module() -> None:
+def test_a_compiled_lightning_module_survives_a_pickle() -> None:
     """Lightning puts compiled methods in the place of the module's own."""
     torch._dynamo.reset()
-    task = from_compiled(torch.compile(Task(), backend=counting))  # type: ignore[arg-type]
+    task = from_compiled(torch.compile(Task(), backend=counting))
     other = loads(dumps(task))
     before = len(CALLS)
     loss = other.training_step(torch.ones(4, 3), 0)["loss"]

@@ -10,7 +10,7 @@ import torch
 from equipoise.parallel.payload.object_bytes import dumps, loads, pickle_error
 
 
-def test_bytes() -> None:
+def test_objects_come_back_from_bytes() -> None:
     """Of dtypes, too, that torch's own messages between processes cannot carry."""
     value = {"key": torch.tensor([1, 2], dtype=torch.uint32), "array": np.ones(2), "call": lambda: 3}
     read = loads(dumps(value))

@@ -2,7 +2,6 @@
 
 import os
 import traceback
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import nn
 from equipoise.errors import ConfigurationError
 from equipoise.parallel.payload.object_pickling import can_be_packed
 from equipoise.parallel.payload.shared_payload import SharedPayload
-from equipoise.parallel.payload.unpicklable_parts import find_unpicklable
+from tests.support.equality import assert_equal
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ class Holds:
         vars(self).update(values)
 
 
-def test_tensors_of_every_kind(package: SharedPayload) -> None:
+def test_tensors_of_every_kind_arrive_as_they_were(package: SharedPayload) -> None:
     base = torch.arange(12.0)
     values = [
         base,
@@ -43,17 +42,9 @@ def test_tensors_of_every_kind(package: SharedPayload) -> None:
         {"nested": (torch.ones(2, dtype=torch.bfloat16),)},
     ]
     read = package.unpack(package.pack(values))
-    for expected, actual in zip(values[:6], read[:6], strict=True):
-        assert torch.equal(expected, actual)
-        assert (expected.dtype, expected.stride(), expected.requires_grad) == (
-            actual.dtype,
-            actual.stride(),
-            actual.requires_grad,
-        )
-    assert torch.equal(values[6].to_dense(), read[6].to_dense())
+    assert_equal(values, read)
+    assert [tensor.stride() for tensor in read[:6]] == [tensor.stride() for tensor in values[:6]]
     assert isinstance(read[7], nn.Parameter)
-    assert not read[7].requires_grad
-    assert read[8].tolist() == [0, 1, 2, 3, 4]
     read[0][3] = 100
     assert read[1][0, 0] == 100  # as they shared memory before
     assert base[3] == 3  # and nobody else sees it
@@ -65,8 +56,7 @@ def test_a_module_keeps_its_ties_and_its_state(package: SharedPayload) -> None:
     module[1].weight = module[0].weight
     read = package.unpack(package.pack(module))
     assert read[1].weight is read[0].weight
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, read.state_dict()[name])
+    assert_equal(module, read)
     read(torch.randn(3, 2)).sum().backward()
     torch.save(read.state_dict(), os.devnull)
 
@@ -77,7 +67,7 @@ def test_each_tensor_has_memory_of_its_own(package: SharedPayload) -> None:
     assert small.untyped_storage().nbytes() == 8
 
 
-def test_what_is_known_is_not_sent(package: SharedPayload) -> None:
+def test_known_objects_are_not_sent(package: SharedPayload) -> None:
     known = [Holds(), Holds()]
     layout = package.pack({"first": known[0], "list": [known[1], known[1]]}, known)
     others = [Holds(), Holds()]
@@ -98,30 +88,19 @@ def test_what_is_defined_here_keeps_its_file_and_lines(package: SharedPayload) -
     assert "1 / 0" in str(frames[-1].line)
 
 
-def test_large_and_small_in_turn(package: SharedPayload) -> None:
+def test_a_payload_is_written_anew_for_each_answer(package: SharedPayload) -> None:
     """A package is written anew for each answer."""
     assert package.unpack(package.pack(torch.ones(1000))).sum() == 1000
     assert package.unpack(package.pack("short")) == "short"
 
 
+STREAM = iter(x for x in "")
+
+
 @pytest.mark.parametrize(
-    ("value", "path"),
-    [
-        (Holds(inner=Holds(stream=iter(x for x in ""))), "Holds.inner.stream"),
-        ((partial(print, Holds(stream=iter(x for x in ""))),), "Holds.stream"),
-        ([{"a": 1}, {"module": Holds(items=[1, iter(x for x in "")])}], "Holds.items"),
-    ],
+    "value", [Holds(inner=Holds(stream=STREAM)), Holds(hook=lambda: STREAM)], ids=["an attribute", "a closure"]
 )
-def test_what_cannot_be_sent_is_found(value: Any, path: str, package: SharedPayload) -> None:
+def test_what_cannot_be_sent_is_refused(value: Any, package: SharedPayload) -> None:
     assert not can_be_packed(value)
-    found, part = find_unpicklable(value)
-    assert type(part).__name__ == "generator"
-    assert found.startswith(path) or found == "generator"
     with pytest.raises(ConfigurationError, match=r"generator.* cannot be sent"):
         package.pack(value)
-
-
-def test_a_closure_names_its_variable(package: SharedPayload) -> None:
-    stream = iter(x for x in "")
-    with pytest.raises(ConfigurationError, match="generator"):
-        package.pack(Holds(hook=lambda: stream))

@@ -71,7 +71,7 @@ def test_the_path_begins_with_the_first_object_of_the_user(wrap: Any, path: str)
 
 
 @pytest.mark.parametrize("wrap", [lambda part: part, lambda part: [part]], ids=["itself", "in a list"])
-def test_containers_alone(wrap: Any) -> None:
+def test_a_part_in_containers_alone_is_its_own_path(wrap: Any) -> None:
     """Nothing but containers carries it, so the path begins with the part itself."""
     part = Closed([1])
     found_path, found = find_unpicklable(wrap(part))

@@ -18,7 +18,7 @@ def computed(first: list[Tensor], second: list[Tensor]) -> Tensor:
     return (first[0] ** 3 * first[1]).sum() + (2 * second[0] ** 2 * second[2]).sum()
 
 
-def test_second_derivatives() -> None:
+def test_second_derivatives_pass_through_connected_copies() -> None:
     sources, copies = parameters()
     learned = [sources[0], sources[2]]
 

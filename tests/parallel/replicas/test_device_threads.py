@@ -114,7 +114,7 @@ NESTED = list(itertools.pairwise([*MODES, "nothing"]))
 
 
 @pytest.mark.parametrize(("inner", "outer"), NESTED)
-def test_threads_are_as_the_callers(inner: str, outer: str, threads: DeviceThreads) -> None:
+def test_threads_of_devices_have_the_modes_of_the_caller(inner: str, outer: str, threads: DeviceThreads) -> None:
     fresh = look()
     with MODES[outer](), MODES[inner]():
         here = look()
@@ -124,7 +124,7 @@ def test_threads_are_as_the_callers(inner: str, outer: str, threads: DeviceThrea
     assert threads.run([(0, look), (1, look)]) == [fresh, fresh]  # and are no longer
 
 
-def test_states_differ() -> None:
+def test_the_modes_of_these_tests_differ() -> None:
     """So that the test above can fail."""
     seen = []
     for mode in MODES.values():
@@ -199,7 +199,7 @@ def test_an_error_names_its_part(position: int, kind: type[BaseException], threa
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_others_have_ended(failing: int, threads: DeviceThreads) -> None:
+def test_other_devices_have_ended_when_an_error_is_raised(failing: int, threads: DeviceThreads) -> None:
     """One fails while the other computes, in whatever thread."""
     failed, ended = threading.Event(), []
 

@@ -139,7 +139,7 @@ def assert_alike(module: nn.Module, replica: nn.Module, x: Tensor) -> None:
     ],
     ids=["whole", "tied", "absent", "convolution", "transformer", "LSTM", "parametrised", "weight norm", "stateless"],
 )
-def test_a_copy_is_as_the_module(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_a_copy_computes_as_the_module(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     module = make()
     replicas = copies(module)
     assert replicas[0] is module
@@ -150,7 +150,7 @@ def test_a_copy_is_as_the_module(make: Callable[[], nn.Module], shape: tuple[int
     assert_alike(module, replicas[1], torch.randn(shape))
 
 
-def test_copies_lie_on_their_device() -> None:
+def test_a_copy_lies_on_its_device() -> None:
     replicas = Replicas(nn.BatchNorm1d(3), [CPU, META])
     replicas.module.device = CPU
     replicas.refresh([0, 1])
@@ -160,7 +160,7 @@ def test_copies_lie_on_their_device() -> None:
     assert replica(torch.zeros(2, 3, device=META)).device == META
 
 
-def test_what_is_tied_stays_tied() -> None:
+def test_tied_weights_stay_tied_in_a_copy() -> None:
     replica = copies(Tied())[1]
     assert replica.head.weight is replica.inner.weight
     assert replica.again is replica.head
@@ -470,7 +470,7 @@ def test_gradients_are_those_of_the_whole_batch(sizes: list[int], windows: int, 
 HAVE = list(itertools.product([0, 1], repeat=3))
 
 
-def test_gradients_that_some_lack() -> None:
+def test_gradients_that_some_copies_lack_are_summed() -> None:
     """A parameter of each of two shapes for every combination of who has a gradient."""
     module = nn.ParameterList(torch.zeros(size) for size in (2, 3) for _ in HAVE)
     replicas = copies(module)
@@ -489,7 +489,7 @@ def test_gradients_that_some_lack() -> None:
 
 
 @pytest.mark.parametrize("who", [(0, 1, 2), (2,)])
-def test_sparse_gradients(who: tuple[int, ...]) -> None:
+def test_sparse_gradients_are_summed(who: tuple[int, ...]) -> None:
     module = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1)).double()
     replicas, expected = copies(module), copy.deepcopy(module)
     for index in who:
@@ -645,7 +645,7 @@ def test_what_cannot_be_copied_is_refused(make: Callable[[], nn.Module], expecte
         (nn.Identity(), [CPU, META]),
     ],
 )
-def test_what_can_be_copied_is_not(module: nn.Module, devices: list[torch.device]) -> None:
+def test_what_can_be_copied_is_not_refused(module: nn.Module, devices: list[torch.device]) -> None:
     check_replicable(module, devices)
     Replicas(module, devices).refresh([0, 1])
 

@@ -36,7 +36,7 @@ def tensors_of(seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def test_read_in_any_pieces(tmp_path: Path) -> None:
+def test_shards_of_any_number_of_processes_are_read_whole(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     tensors = tensors_of(seed)
@@ -67,7 +67,7 @@ def test_a_checkpoint_comes_back(path: Path) -> None:
     assert load_checkpoint(path, keep_shards=True)["state_dict"]["weight"].is_meta
 
 
-def test_another_takes_its_place_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_checkpoint_takes_the_place_of_a_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for exchanges in (True, False):
         if not exchanges:
             monkeypatch.setattr(folder_module, "_exchange", lambda first, second: False)
@@ -138,7 +138,7 @@ def test_folders_with_other_files_are_not_replaced(name: str, path: Path) -> Non
     assert (own / "page.html").read_text() == (path / "notes.txt").read_text() == "mine"
 
 
-def test_a_part_of_a_folder(path: Path) -> None:
+def test_a_file_of_a_sharded_checkpoint_is_no_checkpoint(path: Path) -> None:
     refuses(lambda: load_checkpoint(path / "rest.pt"), "Pass the folder", error=CheckpointError)
 
 
@@ -187,18 +187,18 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_a_tampered_index(message: str, path: Path) -> None:
+def test_a_tampered_index_is_refused(message: str, path: Path) -> None:
     edit_index(path, CHANGES[message])
     refuses(lambda: load_checkpoint(path), "a.ckpt", message, error=CheckpointError)
 
 
-def test_a_changed_index(path: Path) -> None:
+def test_an_index_with_another_check_sum_is_refused(path: Path) -> None:
     edit_index(path, lambda content: content["tensors"]["w"]["chunks"].reverse(), sign=False)
     refuses(lambda: load_checkpoint(path), "its index is not what was written", error=CheckpointError)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 10_000, b'{"content": 1}'])
-def test_no_index(content: bytes, path: Path) -> None:
+def test_a_damaged_index_is_refused(content: bytes, path: Path) -> None:
     (path / "index.json").write_bytes(content)
     refuses(lambda: load_checkpoint(path), "its index is damaged", error=CheckpointError)
 
@@ -212,7 +212,7 @@ def test_an_index_that_is_nested_deeply(path: Path) -> None:
             refuses(lambda: load_checkpoint(path), "cannot be read: its index", error=CheckpointError)
 
 
-def test_a_changed_shard(path: Path) -> None:
+def test_a_changed_shard_is_refused(path: Path) -> None:
     file = path / "rank-00001.shards"
     data = bytearray(file.read_bytes())
     data[random.randrange(len(data))] ^= 1
@@ -220,19 +220,19 @@ def test_a_changed_shard(path: Path) -> None:
     refuses(lambda: load_checkpoint(path), "a shard of 'w' in 'rank-00001.shards' is not what", error=CheckpointError)
 
 
-def test_other_shards(tmp_path: Path) -> None:
+def test_shards_of_another_shape_are_refused(tmp_path: Path) -> None:
     rest = {"state_dict": {"weight": make_placeholder(torch.ones(4), "w")}}
     save(tmp_path / "a.ckpt", {"w": torch.ones(5)}, rest)
     refuses(lambda: load_checkpoint(tmp_path / "a.ckpt"), "its shards are not those of 'w'", error=CheckpointError)
 
 
 @pytest.mark.parametrize("name", ["index.json", "rest.pt", "rank-00000.shards"])
-def test_a_torn_folder(name: str, path: Path) -> None:
+def test_a_folder_that_lacks_a_file_is_refused(name: str, path: Path) -> None:
     (path / name).unlink()
     refuses(lambda: load_checkpoint(path), name, error=CheckpointError)
 
 
-def test_nothing_is_run(tmp_path: Path) -> None:
+def test_no_code_of_a_sharded_checkpoint_is_run(tmp_path: Path) -> None:
     """Neither torch's index, which is a pickle, nor an object in the file beside the shards."""
     ran = tmp_path / "ran"
     foreign = tmp_path / "foreign"

@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> RemotePath:
     return path
 
 
-def test_it_is_read_again(path: RemotePath, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_elsewhere_is_read_and_merged(path: RemotePath, tmp_path: Path) -> None:
     assert value_of(path) == 1.0
     assert [piece.unique().item() for piece in ShardReader(path).pieces("w")] == [1.0, 1.0]
     whole = merge_shards(str(path), url_of(tmp_path / "whole.ckpt"))
@@ -51,7 +51,7 @@ def test_it_is_read_again(path: RemotePath, tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["weight"].sum() == 12
 
 
-def test_the_next_one_takes_its_place(path: RemotePath, tmp_path: Path) -> None:
+def test_the_next_checkpoint_replaces_the_files(path: RemotePath, tmp_path: Path) -> None:
     """It may have been written by more processes; their files are gone."""
     write(path, 2.0, count=3)
     write(path, 3.0)
@@ -127,7 +127,7 @@ def test_nothing_is_removed_where_the_index_cannot_be_read(path: RemotePath, mon
     assert value_of(path) == 2.0
 
 
-def test_damage_is_seen(path: RemotePath) -> None:
+def test_damaged_shards_are_refused(path: RemotePath) -> None:
     shards = next(file for file in path.iterdir() if file.name.startswith("rank-00001"))
     content = bytearray(shards.read_bytes())
     content[5] ^= 1
@@ -137,7 +137,7 @@ def test_damage_is_seen(path: RemotePath) -> None:
     refuses(lambda: value_of(path), f"it lacks the file {shards.name!r}", error=CheckpointError)
 
 
-def test_a_part_is_no_checkpoint(path: RemotePath) -> None:
+def test_a_file_of_a_sharded_checkpoint_is_refused(path: RemotePath) -> None:
     rest = next(file for file in path.iterdir() if file.name.startswith("rest"))
     refuses(lambda: load_checkpoint(rest), "is a part of a sharded checkpoint", error=CheckpointError)
 
@@ -156,7 +156,7 @@ def test_an_index_has_one_rest(names: list[str], path: RemotePath) -> None:
     refuses(lambda: ShardReader(path), "its index", error=CheckpointError)
 
 
-def test_removed(path: RemotePath, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_elsewhere_is_removed(path: RemotePath, tmp_path: Path) -> None:
     remove_checkpoint(path)
     remove_checkpoint(path)
     assert not path.exists()

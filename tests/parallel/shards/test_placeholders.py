@@ -30,7 +30,7 @@ def named(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def test_containers_in_themselves() -> None:
+def test_placeholders_in_containers_that_hold_themselves() -> None:
     content: dict[str, Any] = {"w": placeholder()}
     content["self"] = (content, [content])
     named(content)
@@ -38,7 +38,7 @@ def test_containers_in_themselves() -> None:
     assert content["self"][0] is content["self"][1][0] is content
 
 
-def test_many_references_to_one_tuple() -> None:
+def test_placeholders_in_a_tuple_with_many_references() -> None:
     """Each has its predecessor twice, so that a search of all paths would never end."""
     value: Any = (placeholder(),)
     for _ in range(200):
@@ -51,7 +51,7 @@ def test_many_references_to_one_tuple() -> None:
     assert content["value"] == ("w",)
 
 
-def test_containers_that_are_too_deep() -> None:
+def test_containers_that_are_too_deep_are_refused() -> None:
     value: list[Any] = []
     for _ in range(100_000):
         value = [value]

@@ -1,31 +1,14 @@
 """The contents of a batch's containers come back, in the same objects and without copies of tensors."""
 
 from collections import UserDict, deque
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from equipoise.parallel.snapshot.batch_contents import BatchContents
-
-
-@dataclass
-class Sample:
-    features: Tensor
-    label: Any = None
-
-
-@dataclass(frozen=True)
-class Frozen:
-    features: Any
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
+from tests.support.nested import Frozen, Pair, Sample
 
 
 def test_what_was_taken_out_comes_back() -> None:
@@ -45,7 +28,7 @@ def test_what_was_taken_out_comes_back() -> None:
     assert inner == [{"mask": features}, (labels, [1, 2])]
 
 
-def test_every_kind_of_container() -> None:
+def test_containers_of_every_kind_are_restored() -> None:
     tensor = torch.ones(2)
     user = UserDict(x=tensor)
     queue = deque([tensor, 1], maxlen=2)
@@ -54,14 +37,14 @@ def test_every_kind_of_container() -> None:
     contents = BatchContents((user, queue, sample, pair))
     del user["x"]
     queue.append(5)
-    sample.label = None
+    sample.note = None
     pair.first.pop()
     pair.second["y"] = 3
     contents.restore()
     assert user["x"] is tensor
     assert list(queue) == [tensor, 1]
-    assert sample.features is tensor
-    assert sample.label == "label"
+    assert sample.inner is tensor
+    assert sample.note == "label"
     assert pair == ([tensor], {"y": 2})
 
 
@@ -69,10 +52,10 @@ def test_a_field_that_was_deleted_and_one_that_is_frozen() -> None:
     sample = Sample(torch.ones(1), 3)
     frozen = Frozen([1])
     contents = BatchContents([sample, frozen])
-    del sample.features
-    object.__setattr__(frozen, "features", None)
+    del sample.inner
+    object.__setattr__(frozen, "inner", None)
     contents.restore()
-    assert (sample.features.item(), frozen.features) == (1, [1])
+    assert (sample.inner.item(), frozen.inner) == (1, [1])
 
 
 def test_what_was_taken_out_can_be_noted_where_it_is() -> None:
@@ -99,7 +82,7 @@ def test_what_was_not_changed_is_not_touched(batch: Any) -> None:
     BatchContents(batch).restore()
 
 
-def test_packed_sequences() -> None:
+def test_a_packed_sequence_comes_back() -> None:
     packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
     batch = {"sequence": packed}
     contents = BatchContents(batch)
@@ -108,13 +91,13 @@ def test_packed_sequences() -> None:
     assert batch["sequence"] is packed
 
 
-def test_a_batch_that_contains_itself() -> None:
+def test_a_batch_that_contains_itself_is_restored() -> None:
     batch: dict[str, Any] = {"x": [1]}
-    sample = Sample(torch.ones(1), label=batch)
+    sample = Sample(torch.ones(1), note=batch)
     batch["sample"] = sample
     contents = BatchContents((batch,))
-    sample.label = None
+    sample.note = None
     batch["x"].pop()
     batch.clear()
     contents.restore()
-    assert (batch["x"], batch["sample"] is sample, sample.label is batch) == ([1], True, True)
+    assert (batch["x"], batch["sample"] is sample, sample.note is batch) == ([1], True, True)

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 
 from equipoise.parallel.snapshot.generators import find_generators
 from equipoise.parallel.snapshot.preserve_state import preserve_state
+from tests.support.equality import assert_equal
 
 
 class Holder(nn.Module):
@@ -50,7 +51,7 @@ def drawn(module: Holder, generators: list[torch.Generator]) -> list[float]:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
-def test_everything_is_put_back(fails: bool, inference: bool) -> None:
+def test_generators_modes_attributes_buffers_and_metrics_are_put_back(fails: bool, inference: bool) -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
     data = TensorDataset(torch.rand(8, 2))
     data.generator = generators[2]
@@ -90,8 +91,7 @@ def test_everything_is_put_back(fails: bool, inference: bool) -> None:
     assert [module.training, module.norm.training, module.drop.training] == [True, True, False]
     assert module.state is state
     assert not hasattr(module, "cache")
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_equal(before, dict(module.state_dict()))
     assert (float(module.seen.compute()), module.seen.update_count) == (1.0, 1)
     assert drawn(module, generators) == untouched
     module(torch.rand(4, 2, requires_grad=True)).sum().backward()  # nothing of inference mode is left in it
@@ -141,16 +141,15 @@ def scaled(transform: Any, x: Tensor) -> Tensor:
     return 2 * transform(x)
 
 
-@pytest.mark.parametrize("kind", [random.Random, numpy.random.default_rng, numpy.random.RandomState])
 @pytest.mark.parametrize(
-    "wrap",
+    ("wrap", "kind"),
     [
-        lambda transform: Transformed(transform),
-        lambda transform: Transformed(Composed(Composed(transform))),
-        lambda transform: Transformed(Chosen(transform)),
-        lambda transform: Transformed(partial(scaled, transform)),
-        lambda transform: Transformed(transform.__call__),
-        lambda transform: ConcatDataset([Subset(Transformed(Composed(transform)), range(4))]),
+        (Transformed, random.Random),
+        (lambda transform: Transformed(Composed(Composed(transform))), numpy.random.default_rng),
+        (lambda transform: Transformed(Chosen(transform)), numpy.random.RandomState),
+        (lambda transform: Transformed(partial(scaled, transform)), random.Random),
+        (lambda transform: Transformed(transform.__call__), numpy.random.default_rng),
+        (lambda transform: ConcatDataset([Subset(Transformed(Composed(transform)), range(4))]), random.Random),
     ],
     ids=["attribute", "composed", "dictionary", "partial", "method", "concatenated"],
 )
@@ -158,9 +157,7 @@ def test_generators_of_transforms_are_put_back(wrap: Any, kind: Any) -> None:
     loader, untouched = (DataLoader(wrap(Transform(kind)), batch_size=2) for _ in range(2))
     with preserve_state(nn.Identity(), loader):
         disturbed = list(loader)
-    after = list(loader)
-    assert all(map(torch.equal, after, disturbed))
-    assert all(map(torch.equal, after, untouched))
+    assert_equal([disturbed, list(untouched)], [after := list(loader), after])
 
 
 def test_a_collate_function_and_data_that_refers_to_itself() -> None:
@@ -170,7 +167,7 @@ def test_a_collate_function_and_data_that_refers_to_itself() -> None:
     loader = DataLoader(data, batch_size=3, collate_fn=partial(scaled, Composed(torch.stack, mix)))
     with preserve_state(nn.Identity(), loader):
         before = list(loader)
-    assert all(map(torch.equal, before, list(loader)))
+    assert_equal(before, list(loader))
 
 
 def test_what_is_too_far_away_is_left_alone() -> None:

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
 from equipoise.parallel.snapshot.state_snapshot import StepSnapshot
+from tests.support.equality import assert_equal
 
 CPU = [torch.device("cpu")]
 
@@ -34,7 +35,7 @@ def draw() -> list[float]:
     ]
 
 
-def test_generators() -> None:
+def test_all_generators_are_restored_as_often_as_one_likes() -> None:
     rewind = StepSnapshot(nn.Linear(1, 1), CPU)
     for drawn_before in range(5):
         for _ in range(drawn_before):
@@ -64,7 +65,7 @@ def test_numpys_generator_is_exchanged(kind: type) -> None:
     assert draw() == first
 
 
-def test_buffers() -> None:
+def test_buffers_are_restored_in_place() -> None:
     class Counted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -83,23 +84,22 @@ def test_buffers() -> None:
         module.count = module.count + 1  # another tensor in its place
         rewind.restore()
         assert module.count is kept
-        for name, buffer in module.named_buffers():
-            assert torch.equal(buffer, before[name]), name
+        assert_equal(before, dict(module.named_buffers()))
 
 
-def test_buffers_of_another_shape() -> None:
+def test_a_buffer_of_another_shape_is_restored() -> None:
     module = nn.Module()
     module.register_buffer("seen", torch.zeros(2))
     rewind = StepSnapshot(module, CPU)
     rewind.mark()
-    module.seen = torch.arange(3.0)  # type: ignore[assignment]
+    module.seen = torch.arange(3.0)
     rewind.mark()
     module.seen.add_(1)
     rewind.restore()
     assert module.seen.tolist() == [0, 1, 2]
 
 
-def test_metrics() -> None:
+def test_states_of_metrics_are_restored() -> None:
     module = nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "both": MetricCollection([MeanMetric()])})
     rewind = StepSnapshot(module, CPU)
     for metric in module.values():

@@ -32,7 +32,7 @@ def kill_itself() -> None:
     ],
     ids=["aborts", "leaves in silence", "leaves", "is killed"],
 )
-def test_the_end_of_a_process(function: Any, arguments: tuple[Any, ...], reason: str) -> None:
+def test_how_a_process_ended_is_told(function: Any, arguments: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(CallError) as caught:
         call_bounded(function, *arguments, timeout=60)
     assert str(caught.value) == reason
@@ -48,7 +48,7 @@ def shout(error: Exception) -> str:
     return str(error).upper()
 
 
-def test_an_error_is_the_reason() -> None:
+def test_an_error_in_the_process_is_told() -> None:
     with pytest.raises(CallError) as caught:
         call_bounded(raise_an_error, ValueError, timeout=60)
     assert str(caught.value) == "ValueError: the reason"

@@ -49,7 +49,7 @@ def shown(rank: int) -> list[str]:
     return found
 
 
-def test_filters_reach_the_workers() -> None:
+def test_warning_filters_reach_the_workers() -> None:
     warnings.resetwarnings()
     warnings.filterwarnings("ignore", "a folder .* exists|a folder exists")
     warnings.filterwarnings("error", category=OfTheScript)

@@ -197,7 +197,9 @@ def draws() -> tuple[float, float, float]:
     return float(torch.rand(())), random.random(), float(np.random.rand())
 
 
-def test_surroundings_are_taken_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_have_the_environment_and_settings_of_the_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Those of this moment, not those of the server, which was started before."""
     monkeypatch.delenv("HOME", raising=False)  # the server has it
     monkeypatch.setenv("SET_IN_THE_PARENT", "a b")
