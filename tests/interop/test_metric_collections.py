@@ -70,7 +70,7 @@ def test_states_of_several_processes_are_joined(states: str, call: bool) -> None
     assert dict(zip(joined.keys(), computed, strict=True)) == values_of(update(collection(states), call, 0, 1, 2))
 
 
-@pytest.mark.parametrize(("strategy", "states", "call"), pairwise(["dp", "single_device"], KINDS, [False, True]))
+@pytest.mark.parametrize(("strategy", "states", "call"), pairwise(["dp", "single_device"], list(KINDS), [False, True]))
 def test_states_of_parts_of_a_batch_are_merged(strategy: str, states: str, call: bool) -> None:
     class Module(Small):
         def __init__(self) -> None:

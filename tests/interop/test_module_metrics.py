@@ -29,7 +29,7 @@ def test_registered_metrics_have_the_names_of_modules() -> None:
 def test_metrics_in_plain_containers() -> None:
     module = Holder()
     module.child.by_stage = {"val": [MeanMetric(), (SumMetric(),)], 1: MetricCollection({"mean": MeanMetric()})}
-    module._hidden = [SumMetric()]  # type: ignore[assignment]
+    module._hidden = [SumMetric()]
     found = named_metrics(module)
     assert list(found)[2:] == [
         "_hidden.0",

@@ -50,7 +50,7 @@ def test_errors_of_workers_and_trials() -> None:
     error = ValueError("of the user")
     assert error_of_worker(error) is error
     wrapper = RuntimeError("the whole traceback")
-    wrapper._base_exc = error  # type: ignore[attr-defined]
+    wrapper._base_exc = error
     assert error_of_worker(wrapper) is error
     assert error_of_trial(SimpleNamespace(get_pickled_error=lambda: error)) is error
     assert error_of_trial(SimpleNamespace()) is None

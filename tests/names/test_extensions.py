@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from equipoise import ConfigurationError, SingleDeviceStrategy, Trainer
+from equipoise import SingleDeviceStrategy
 from equipoise.names import extensions
 from equipoise.names.extensions import load_extension, names_of_extensions
+from tests.support.trainer_runs import refuses, trainer
 
 Install = Callable[..., None]
 
@@ -37,33 +38,31 @@ STRATEGY = "from equipoise import SingleDeviceStrategy\nclass Local(SingleDevice
 def test_a_strategy_of_another_package(install: Install) -> None:
     install("of_others", "local", STRATEGY)
     assert names_of_extensions("strategies")[-1] == "local"
-    strategy = Trainer(strategy="local", accelerator="cpu", logger=False, enable_checkpointing=False).connected_strategy
+    strategy = trainer(strategy="local").connected_strategy
     assert isinstance(strategy, SingleDeviceStrategy)
     assert strategy.name == "local"
 
 
 def test_a_broken_package_disturbs_nothing_else(install: Install) -> None:
     install("broken", "local", "import a_package_that_is_missing\n")
-    Trainer(strategy="dp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    with pytest.raises(ConfigurationError, match=r"'local' .* the package broken .* No module named 'a_package_that"):
-        Trainer(strategy="local")
+    trainer(strategy="dp", devices=2)
+    refuses(lambda: trainer(strategy="local"), "'local'", "the package broken", "No module named 'a_package_that")
 
 
 def test_two_packages_with_one_name(install: Install) -> None:
     install("first", "local", STRATEGY)
     install("second", "local", STRATEGY)
     assert names_of_extensions("strategies").count("local") == 1
-    with pytest.raises(ConfigurationError, match=r"two meanings .* first \(first:Local\) and second \(second:Local\)"):
-        load_extension("strategies", "local")
+    words = "first (first:Local) and second (second:Local)"
+    refuses(lambda: load_extension("strategies", "local"), "two meanings", words)
 
 
 def test_another_package_does_not_replace_one_of_ours(install: Install) -> None:
     install("replacing", "dp", STRATEGY)
-    with pytest.raises(ConfigurationError, match=r"'dp' has two meanings .* equipoise .* and replacing"):
-        load_extension("strategies", "dp")
+    refuses(lambda: load_extension("strategies", "dp"), "'dp' has two meanings", "equipoise", "and replacing")
 
 
 def test_an_unknown_name_of_a_strategy_is_refused(install: Install) -> None:
     install("of_others", "local", STRATEGY)
-    with pytest.raises(ConfigurationError, match=r"strategy must be one of .*'local', not 'locl'. Did you mean"):
-        Trainer(strategy="locl")
+    words = ("strategy must be one of", "'local', not 'locl'.", "Did you mean")
+    refuses(lambda: trainer(strategy="locl"), *words)

@@ -129,7 +129,7 @@ def with_pickle(folder: Path, content: bytes) -> Path:
     return path
 
 
-DEPTH = 20_000
+DEPTH = 5_000
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ HOOKS = [name for name in dir(newer.Callback) if name.startswith("on_") or name 
 def module_of(package: types.ModuleType) -> Any:
     """Return a module whose base is that of the package."""
 
-    class Module(package.LightningModule):  # type: ignore[name-defined]
+    class Module(package.LightningModule):
         def __init__(self, width: int = 2) -> None:
             super().__init__()
             self.save_hyperparameters()

@@ -19,14 +19,14 @@ class Stream(IterableDataset[int]):
 
 
 def shuffled() -> DataLoader[int]:
-    return DataLoader(SAMPLES, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    return DataLoader(SAMPLES, batch_size=2, shuffle=True)
 
 
 LOADERS: dict[str, Any] = {
-    "in order": lambda: DataLoader(SAMPLES, batch_size=2),  # type: ignore[arg-type]
+    "in order": lambda: DataLoader(SAMPLES, batch_size=2),
     "shuffled": shuffled,
-    "batch sampler": lambda: DataLoader(SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES), 3, False)),  # type: ignore[arg-type]
-    "samples": lambda: DataLoader(SAMPLES, batch_size=None, sampler=SequentialSampler(SAMPLES)),  # type: ignore[arg-type]
+    "batch sampler": lambda: DataLoader(SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES), 3, False)),
+    "samples": lambda: DataLoader(SAMPLES, batch_size=None, sampler=SequentialSampler(SAMPLES)),
     "stream": lambda: DataLoader(Stream(), batch_size=2),
     "list": lambda: [torch.tensor([number]) for number in SAMPLES],
 }

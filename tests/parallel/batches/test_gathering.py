@@ -31,7 +31,7 @@ class Table:
     def __eq__(self, other: object) -> Any:
         raise ValueError("The truth value is ambiguous.")
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 @cache  # hypothesis takes a while for each new strategy

@@ -120,8 +120,8 @@ def test_statistics_that_may_differ_between_processes_are_no_error(strategy: Any
     """Statistics of samples, numbers that a process draws, and what a strategy of the user's keeps apart."""
 
     def change(module: Watched) -> None:
-        module.norm.running_mean.add_(module.global_rank)  # type: ignore[union-attr, operator]
-        module.scale.fill_(2 + module.global_rank)  # type: ignore[operator]
+        module.norm.running_mean.add_(module.global_rank)
+        module.scale.fill_(2 + module.global_rank)
 
     fit(strategy, change)
 

@@ -15,31 +15,22 @@ class Holder:
     def __init__(self, part: Any) -> None:
         self.part = part
 
+    def run(self) -> None: ...
+
 
 class Slotted:
     """Holds a part in a slot."""
 
     __slots__ = "part"
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
+    __init__ = Holder.__init__
 
 
-class Method:
-    """Holds a part that a bound method reaches."""
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    def run(self) -> None: ...
-
-
-class Circle:
+class Circle(Holder):
     """Holds itself before a part."""
 
     def __init__(self, part: Any) -> None:
         self.circle = self
-        self.part = part
+        super().__init__(part)
 
 
 class Closed(list[int]):
@@ -58,7 +49,7 @@ class Closed(list[int]):
         (lambda part: [part], "lock"),
         (lambda part: partial(print, part), "lock"),
         (lambda part: Slotted(part), "Slotted.part"),
-        (lambda part: Holder(Method(part).run), "Holder.part.part"),
+        (lambda part: Holder(Holder(part).run), "Holder.part.part"),
         (lambda part: Circle(part), "Circle.part"),
         (lambda part: Holder({part}), "Holder.part{...}"),
     ],

@@ -278,4 +278,4 @@ def test_closing_ends_the_threads() -> None:
 
 def test_a_state_for_another_process_names_no_device() -> None:
     state = ThreadState.capture(["cpu"])
-    assert state._replace(cuda_device=1, cuda_streams=("of cuda:1",)).without_devices() == state  # type: ignore[arg-type]
+    assert state._replace(cuda_device=1, cuda_streams=("of cuda:1",)).without_devices() == state

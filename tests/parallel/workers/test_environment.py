@@ -81,7 +81,7 @@ def test_a_filter_of_plain_text_matches_that_text_alone() -> None:
     """Python's own filters name `__main__` that way."""
     warnings.resetwarnings()
     plain = ("error", None, DeprecationWarning, "script.py", 0)
-    warnings.filters.insert(0, plain)  # type: ignore[attr-defined]
+    warnings.filters.insert(0, plain)
     around = ProcessEnvironment()
     assert [
         re.compile(each.module).match(name) is None
