@@ -67,15 +67,6 @@ def test_each_tensor_has_memory_of_its_own(package: SharedPayload) -> None:
     assert small.untyped_storage().nbytes() == 8
 
 
-def test_known_objects_are_not_sent(package: SharedPayload) -> None:
-    known = [Holds(), Holds()]
-    layout = package.pack({"first": known[0], "list": [known[1], known[1]]}, known)
-    others = [Holds(), Holds()]
-    read = package.unpack(layout, others)
-    assert read["first"] is others[0]
-    assert read["list"] == [others[1], others[1]]
-
-
 def test_what_is_defined_here_keeps_its_file_and_lines(package: SharedPayload) -> None:
     def outer() -> Any:
         return lambda: 1 / 0

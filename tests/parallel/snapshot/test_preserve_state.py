@@ -1,6 +1,7 @@
 """Work with a module that leaves no trace: generators, modes, attributes, buffers, metrics."""
 
 import random
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,8 +50,7 @@ def drawn(module: Holder, generators: list[torch.Generator]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(("fails", "inference"), [(False, True), (True, False)])
 def test_generators_modes_attributes_buffers_and_metrics_are_put_back(fails: bool, inference: bool) -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
     data = TensorDataset(torch.rand(8, 2))
@@ -72,22 +72,16 @@ def test_generators_modes_attributes_buffers_and_metrics_are_put_back(fails: boo
     state, before = module.state, {name: value.clone() for name, value in module.state_dict().items()}
     del module.cache
 
-    def disturb() -> None:
-        with preserve_state(module, loader):
-            module.train()
-            with torch.inference_mode(inference):
-                for (batch,) in loader:
-                    module(batch)
-            drawn(module, generators)
-            module.norm.running_mean = torch.ones(2)
-            if fails:
-                raise RuntimeError("on purpose")
-
-    if fails:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            disturb()
-    else:
-        disturb()
+    error = pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext()
+    with error, preserve_state(module, loader):
+        module.train()
+        with torch.inference_mode(inference):
+            for (batch,) in loader:
+                module(batch)
+        drawn(module, generators)
+        module.norm.running_mean = torch.ones(2)
+        if fails:
+            raise RuntimeError("on purpose")
     assert [module.training, module.norm.training, module.drop.training] == [True, True, False]
     assert module.state is state
     assert not hasattr(module, "cache")
