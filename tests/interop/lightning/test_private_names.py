@@ -77,42 +77,33 @@ METRICS: dict[str, Callable[[], Metric]] = {"mean": MeanMetric, "sum": SumMetric
 @pytest.mark.parametrize("name", METRICS)
 @pytest.mark.parametrize("batches", [0, 3])
 def test_states_of_metrics_are_saved_and_loaded(name: str, batches: int) -> None:
-    module, other = nn.Module(), nn.Module()
-    module.inner, other.inner = nn.ModuleDict({"metric": METRICS[name]()}), nn.ModuleDict({"metric": METRICS[name]()})
-    metric, target = module.inner["metric"], other.inner["metric"]
-    for value in range(batches):
-        metric.update(torch.tensor([float(value)]))
-    states = metric_states(module)
+    def updated(*values: float) -> Metric:
+        metric = METRICS[name]()
+        for value in values:
+            metric.update(torch.tensor([value]))
+        return metric
+
+    def module_of(metric: Metric) -> nn.Module:
+        return nn.ModuleDict({"inner": nn.ModuleDict({"metric": metric})})
+
+    metric, target = updated(*range(batches)), updated(7.0)
+    states = metric_states(module_of(metric))
     metric.update(torch.tensor([100.0]))  # what was taken does not change any more
-    target.update(torch.tensor([7.0]))
-    load_metric_states(other, states)
+    load_metric_states(module_of(target), states)
     assert target.update_count == batches
-    expected = METRICS[name]()
-    for value in [*range(batches), 9]:
-        expected.update(torch.tensor([float(value)]))
     target.update(torch.tensor([9.0]))
-    assert torch.equal(target.compute(), expected.compute())
+    assert torch.equal(target.compute(), updated(*range(batches), 9).compute())
     buffer = io.BytesIO()
     torch.save(states, buffer)
     buffer.seek(0)
     assert torch.load(buffer, weights_only=True).keys() == {"inner.metric"}
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_states_of_metrics_are_loaded_onto_the_device_of_the_metric(name: str) -> None:
-    module = nn.Module()
-    module.metric = METRICS[name]()
-    module.metric.update(torch.tensor([1.0]))
-    states = metric_states(module)
-    module.metric.to("meta")  # the only other device that every machine has
-    load_metric_states(module, states)
+    # States come back to where the metric is: the meta device is the only other one that every machine has.
+    load_metric_states(module_of(target.to("meta")), states)
     loaded = [
-        item
-        for value in module.metric.metric_state.values()
-        for item in (value if isinstance(value, list) else [value])
+        item for state in target.metric_state.values() for item in (state if isinstance(state, list) else [state])
     ]
-    assert loaded
-    assert {tensor.device.type for tensor in loaded} == {"meta"}
+    assert {tensor.device.type for tensor in loaded} <= {"meta"}
+    assert loaded or not batches
 
 
 def test_states_of_metrics_that_are_gone_are_passed_over() -> None:

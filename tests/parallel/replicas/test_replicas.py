@@ -102,20 +102,23 @@ def results(module: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [output.detach(), *(parameter.grad for parameter in module.parameters())]
 
 
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def description(module: nn.Module) -> list[Any]:
+    """What a module is made of, without the values of its tensors."""
+    parts = [(name, type(part), part.training) for name, part in module.named_modules()]
+    kinds = {name: type(tensor) for name, tensor in tensors(module).items()}
+    return [type(module), repr(module), vars(module).keys(), list(module.state_dict()), parts, kinds]
+
+
 def assert_alike(module: nn.Module, replica: nn.Module, x: Tensor) -> None:
     """See that a copy has what the module has, computes the same, and learns by parameters of its own."""
-    assert type(replica) is type(module)
-    assert repr(replica) == repr(module)
-    assert vars(replica).keys() == vars(module).keys()
-    for (name, part), (expected, original) in zip(replica.named_modules(), module.named_modules(), strict=True):
-        assert (name, type(part), part.training) == (expected, type(original), original.training)
-    for get in (nn.Module.named_parameters, nn.Module.named_buffers):
-        for (name, tensor), (expected, original) in zip(get(replica), get(module), strict=True):
-            assert (name, type(tensor), tensor.dtype) == (expected, type(original), original.dtype)
-            assert tensor.requires_grad is original.requires_grad
-            assert tensor.data_ptr() != original.data_ptr() or not tensor.numel()
-            assert torch.equal(tensor, original)
-    assert list(replica.state_dict()) == list(module.state_dict())
+    assert description(replica) == description(module)
+    assert_equal(tensors(module), tensors(replica))
+    places, others = ({tensor.data_ptr() for tensor in tensors(each).values()} for each in (module, replica))
+    assert not (places & others) - {0}
     actual = results(replica, x)
     assert all(parameter.grad is None for parameter in module.parameters())
     assert_equal(results(module, x), actual)
@@ -130,14 +133,13 @@ def assert_alike(module: nn.Module, replica: nn.Module, x: Tensor) -> None:
         (Whole, (4, 3)),
         (Tied, (4, 3)),
         (Absent, (4, 3)),
-        (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Dropout()), (2, 2, 4)),
         (lambda: nn.TransformerEncoderLayer(4, 2, 8), (3, 2, 4)),
         (lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True), (5, 2, 3)),
         (lambda: parametrize.register_parametrization(nn.Linear(3, 3), "weight", nn.Tanh()), (4, 3)),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), (4, 3)),
         (nn.ReLU, (3,)),
     ],
-    ids=["whole", "tied", "absent", "convolution", "transformer", "LSTM", "parametrised", "weight norm", "stateless"],
+    ids=["whole", "tied", "absent", "transformer", "LSTM", "parametrised", "weight norm", "stateless"],
 )
 def test_a_copy_computes_as_the_module(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     module = make()
