@@ -32,8 +32,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(("name", "count"), list(zip(LOADERS, [1, 2, 3, 7, 2, 3], strict=True)))
 def test_each_batch_goes_to_one_process(name: str, count: int) -> None:
     parts = []
     for rank in range(count):
