@@ -57,7 +57,7 @@ def nested(leaves: st.SearchStrategy[Any], *, lists: bool = True) -> st.SearchSt
 
     def wrap(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         items = st.lists(inner, min_size=not lists, max_size=3)
-        by_name = st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        by_name = st.dictionaries(st.text("ab", max_size=2), inner, max_size=3)
         kinds = [by_name.map(kind) for kind in (dict, UserDict, OrderedDict, Named)]
         kinds += [inner.map(kind) for kind in (Sample, Frozen, Slotted)]
         kinds += [by_name.map(lambda values: defaultdict(list, values)), st.tuples(inner, inner).map(Pair._make)]

@@ -38,7 +38,7 @@ class Table:
 def outputs_of(size: int, dim: int) -> st.SearchStrategy[Any]:
     """Nested outputs of so many samples."""
     tensors = st.integers(0, 3).map(lambda rest: torch.rand((size, rest) if dim == 0 else (rest, size)))
-    return nested(tensors | st.none() | st.text(max_size=3) | st.booleans(), lists=False)
+    return nested(tensors | st.none() | st.text("ab", max_size=3) | st.booleans(), lists=False)
 
 
 # The order of the data

@@ -18,7 +18,9 @@ from tests.support.nested import Sample
 from tests.support.nested_batches import leaves_of, nested
 from tests.support.trainer_runs import refuses
 
-others = st.none() | st.integers() | st.text(max_size=4) | st.just(torch.tensor(1.0)) | st.just(torch.nn.Linear(3, 2))
+others = (
+    st.none() | st.integers() | st.text("ab", max_size=4) | st.just(torch.tensor(1.0)) | st.just(torch.nn.Linear(3, 2))
+)
 
 
 @cache  # hypothesis takes a while for each new strategy

@@ -46,6 +46,7 @@ class Closed(list[int]):
         (lambda part: Holder(part), "Holder.part"),
         (lambda part: [Holder(part)], "Holder.part"),
         (lambda part: Holder([0, part]), "Holder.part[1]"),
+        (lambda part: Holder({"key": part}), "Holder.part['key']"),
         (lambda part: [part], "lock"),
         (lambda part: partial(print, part), "lock"),
         (lambda part: Slotted(part), "Slotted.part"),
@@ -53,7 +54,18 @@ class Closed(list[int]):
         (lambda part: Circle(part), "Circle.part"),
         (lambda part: Holder({part}), "Holder.part{...}"),
     ],
-    ids=["attribute", "in a list", "item", "list alone", "partial", "slot", "bound method", "circle", "set"],
+    ids=[
+        "attribute",
+        "in a list",
+        "item",
+        "value of a dictionary",
+        "list alone",
+        "partial",
+        "slot",
+        "bound method",
+        "circle",
+        "set",
+    ],
 )
 def test_the_path_begins_with_the_first_object_of_the_user(wrap: Any, path: str) -> None:
     part = threading.Lock()

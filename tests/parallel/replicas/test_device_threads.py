@@ -87,7 +87,8 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference": torch.inference_mode,
     "default device": lambda: torch.device("meta"),
     "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
-    "fp16 without cache": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "bf16 without cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "fp16": lambda: torch.autocast("cpu", torch.float16),
     "cast nothing": lambda: torch.autocast("cpu", enabled=False),
     "cuda dtype": lambda: torch.autocast("cuda", torch.bfloat16, enabled=False),
 }

@@ -525,6 +525,7 @@ def test_a_metric_that_is_also_in_a_collection_is_copied_once(alone_first: bool)
     replica = replicas[1]
     assert replica.alone is replica.all["mean"]
     assert replica.alone is not module.alone
+    assert replicas.original(replica.alone) is replicas.original(module.alone) is module.alone
     with replicas.metrics_in_parts([0, 1], [1, 2]):
         module.alone.update(torch.tensor([1.0]))
         replica.alone.update(torch.tensor([2.0, 3.0]))
