@@ -26,10 +26,10 @@ PLAIN = {"single_device": ["cpu"], "dp": ["cpu", "cpu"], "ddp": ["cpu", "cpu"]}
 
 def fit(strategy: str, devices: list[str], **options: Any) -> list[float]:
     """Return the weights after a short training."""
-    from tests.support.trainer_runs import Small, loader, trainer
+    from tests.support.trainer_runs import loader, trainer, with_optimizers
 
     torch.manual_seed(3)
-    module = Small()
+    module = with_optimizers(lambda module: torch.optim.Adam(module.parameters(), lr=0.05))
     size = 4 // len(devices) if strategy == "ddp" else 4
     run = trainer(strategy=strategy, devices=devices, max_epochs=2, precision="64-true", **options)
     run.fit(module, loader(12 // size, size))
