@@ -107,7 +107,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def description(module: nn.Module) -> list[Any]:
-    """What a module is made of, without the values of its tensors."""
+    """Return the parts of a module, without the values of its tensors."""
     parts = [(name, type(part), part.training) for name, part in module.named_modules()]
     kinds = {name: type(tensor) for name, tensor in tensors(module).items()}
     return [type(module), repr(module), vars(module).keys(), list(module.state_dict()), parts, kinds]
