@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import InplaceActivations, MemoryLogger
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import loader, refuses, trainer
 
 
@@ -43,7 +44,7 @@ def fit(module: Module, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-def test_the_same_run(precision: str) -> None:
+def test_weights_and_logged_values_are_equal_to_the_bit_with_less_memory(precision: str) -> None:
     memories = [MemoryLogger(detail="modules", leaks=False) for _ in range(2)]
     inplace = InplaceActivations()
     module = Module()
@@ -52,9 +53,8 @@ def test_the_same_run(precision: str) -> None:
     usual_run = fit(usual, callbacks=[memories[1]], precision=precision)
     assert len(inplace.choice.changed) == 6
     assert not inplace.choice.unchanged
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, usual.state_dict()[name]), name
-    assert run.logged_metrics == usual_run.logged_metrics
+    assert_equal(usual, module)
+    assert_equal(dict(usual_run.logged_metrics), dict(run.logged_metrics))
     assert module.steps == usual.steps
     assert module.seen_inplace == [True] * 6
     assert not module.net[1][1].inplace
@@ -79,7 +79,11 @@ class ByHand(Module):
         self.automatic_optimization = False
 
 
-def test_refusals() -> None:
-    refuses(lambda: fit(ByHand(), callbacks=[InplaceActivations()]), "optimise by hand")
-    several = {"strategy": "dp", "devices": ["cpu", "cpu"]}
-    refuses(lambda: fit(Module(), callbacks=[InplaceActivations()], **several), "several")
+TWO = {"strategy": "dp", "devices": ["cpu", "cpu"]}
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), [(ByHand, {}, "optimise by hand"), (Module, TWO, "several")])
+def test_manual_optimisation_and_several_devices_are_refused(
+    kind: type[Module], options: dict[str, Any], words: str
+) -> None:
+    refuses(lambda: fit(kind(), callbacks=[InplaceActivations()], **options), words)

@@ -1,6 +1,6 @@
 """Saved tensors on the host: the same numbers, nothing copied twice or needlessly, and less memory on a device."""
 
-import random
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -8,20 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from equipoise import (
-    Callback,
-    ConfigurationError,
-    DDPStrategy,
-    FSDPStrategy,
-    MemoryLogger,
-    PipelineStrategy,
-    Trainer,
-)
+from equipoise import Callback, DDPStrategy, FSDPStrategy, MemoryLogger, PipelineStrategy, Trainer
 from equipoise.extensions.savers import offloading as offloading_module
 from equipoise.extensions.savers.offloading import Offloading
-from tests.support.trainer_runs import refuses
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import refuses, trainer
 
 CPU = torch.device("cpu")
 ON_DEVICES = pytest.mark.skipif(not torch.cuda.is_available(), reason="a host has no memory beside its own")
@@ -47,33 +40,23 @@ class Network(nn.Module):
         return self.head(pooled * scale).softmax(-1)
 
 
-def gradients(network: nn.Module, images: Tensor, offloading: Offloading | None, seed: int) -> list[Tensor]:
-    torch.manual_seed(seed)
-    if offloading is None:
-        loss = network(images).square().sum()
-    else:
-        with offloading.forward():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("least_bytes", [0, 2000])
+def test_gradients_are_equal_to_the_bit(dtype: torch.dtype, least_bytes: int) -> None:
+    network = Network().to(dtype)
+    images = torch.rand(4, 3, 6, 6, dtype=dtype).to(memory_format=torch.channels_last)
+    outcomes = []
+    for forward in (nullcontext, Offloading(network, CPU, least_bytes=least_bytes).forward):
+        torch.manual_seed(5)
+        with forward():
             loss = network(images).square().sum()
-    parameters = list(network.parameters())
-    return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+        outcomes.append([loss.detach(), *torch.autograd.grad(loss, list(network.parameters()))])
+    assert_equal(*outcomes)
 
 
-def test_the_same_to_the_bit() -> None:
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    torch.manual_seed(seed)
-    for dtype in (torch.float32, torch.float64):
-        network = Network().to(dtype)
-        images = torch.rand(4, 3, 6, 6, dtype=dtype).to(memory_format=torch.channels_last)
-        usual = gradients(network, images, None, seed)
-        for least in (0, 2000):
-            offloading = Offloading(network, CPU, least_bytes=least)
-            for one, other in zip(gradients(network, images, offloading, seed), usual, strict=True):
-                assert torch.equal(one, other)
-
-
-def copies_of(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Note the tensors that are copied to the host."""
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return the tensors that are copied to the host."""
     copied: list[Tensor] = []
 
     class Noting(offloading_module._Copy):
@@ -85,9 +68,8 @@ def copies_of(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return copied
 
 
-def test_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters, buffers, their views, small and expanded tensors stay; what is saved twice is copied once."""
-    copied = copies_of(monkeypatch)
+def test_parameters_buffers_views_and_small_tensors_are_not_copied(copied: list[Tensor]) -> None:
+    """Nor are expanded ones; what is saved twice is copied once."""
     layer = nn.Linear(16, 16)
     layer.register_buffer("scale", torch.ones(16, 16))
     offloading = Offloading(layer, CPU, least_bytes=256)
@@ -103,8 +85,7 @@ def test_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     loss.backward()
 
 
-def test_a_changed_tensor_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = copies_of(monkeypatch)
+def test_a_changed_tensor_is_copied_again(copied: list[Tensor]) -> None:
     start = torch.rand(8, 8, dtype=torch.float64, requires_grad=True)
 
     def compute() -> Tensor:
@@ -123,7 +104,7 @@ def test_a_changed_tensor_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("operation", ["sin", "exp"], ids=["saved input", "saved output"])
-def test_a_tensor_that_stays_must_not_change(operation: str) -> None:
+def test_a_tensor_that_stays_on_the_device_must_not_change(operation: str) -> None:
     hidden = torch.ones(3, requires_grad=True) * 2
     with Offloading(nn.Module(), CPU, least_bytes=1000).forward():
         result = getattr(hidden, operation)()
@@ -134,7 +115,7 @@ def test_a_tensor_that_stays_must_not_change(operation: str) -> None:
         result.sum().backward()
 
 
-def test_nothing_is_held_after_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_held_after_the_backward() -> None:
     network = Network()
     offloading = Offloading(network, CPU, least_bytes=1)
     with offloading.forward():
@@ -148,21 +129,16 @@ def test_nothing_is_held_after_the_backward(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Module(L.LightningModule):
-    """A deep network whose activations are larger than its weights.
-
-    Args:
-        by_hand: Whether it optimises by hand.
-    """
+    """A deep network whose activations are larger than its weights; it may optimise by hand."""
 
     def __init__(self, *, by_hand: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(32, 32), nn.Sigmoid()) for _ in range(8)]
-        self.layers = nn.Sequential(*layers)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Sigmoid()) for _ in range(8)))
         self.automatic_optimization = not by_hand
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        loss = self.layers(batch[0]).square().mean()
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.layers(batch).square().mean()
         if not self.automatic_optimization:
             self.optimizers().zero_grad()
             self.manual_backward(loss)
@@ -174,16 +150,9 @@ class Module(L.LightningModule):
 
 
 def fit(module: Module, **options: Any) -> Module:
+    run = trainer(**{"accelerator": "auto", "devices": 1, **options})
     data = torch.rand(1024, 32, generator=torch.Generator().manual_seed(1))
-    trainer = Trainer(
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=1,
-        **{"accelerator": "auto", "devices": 1, **options},
-    )
-    trainer.fit(module, DataLoader(TensorDataset(data), 512))
+    run.fit(module, DataLoader(data, 512))  # type: ignore[arg-type]
     return module
 
 
@@ -196,10 +165,8 @@ def fit(module: Module, **options: Any) -> Module:
 def test_weights_are_equal_on_a_device(options: dict[str, Any]) -> None:
     options = dict(options)
     by_hand = options.pop("by_hand", False)
-    offloaded = fit(Module(by_hand=by_hand), offload_activations=0, **options)
     usual = fit(Module(by_hand=by_hand), **options)
-    for one, other in zip(offloaded.parameters(), usual.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(usual, fit(Module(by_hand=by_hand), offload_activations=0, **options))
 
 
 class CountsCopies(Callback):
@@ -226,14 +193,12 @@ class CountsCopies(Callback):
 def test_weights_are_equal_under_ddp() -> None:
     """Each process offloads what its own forward saves."""
     options: dict[str, Any] = {"strategy": DDPStrategy(backend="gloo"), "devices": 2}
-    offloaded = fit(Module(), offload_activations=0, callbacks=[CountsCopies()], **options)
     usual = fit(Module(), **options)
-    for one, other in zip(offloaded.parameters(), usual.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(usual, fit(Module(), offload_activations=0, callbacks=[CountsCopies()], **options))
 
 
 @ON_DEVICES
-def test_less_memory_on_a_device() -> None:
+def test_a_device_needs_less_memory() -> None:
     """Of 17 activations of 64 KiB, a few remain at the peak of the device."""
     peaks = {}
     for choice in (False, 1024):
@@ -245,29 +210,30 @@ def test_less_memory_on_a_device() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a CPU alone")
-def test_a_cpu_has_nothing_to_gain() -> None:
+def test_offloading_has_no_effect_on_a_cpu() -> None:
     with pytest.warns(UserWarning, match="offload_activations has no effect on a CPU"):
         fit(Module(), offload_activations=True)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "balanced", "pipeline", "fsdp"])
-def test_refused_strategies(strategy: str) -> None:
-    # Simulated devices have no NCCL.
-    chosen = FSDPStrategy(backend="gloo") if strategy == "fsdp" else strategy
-    refuses(lambda: fit(Module(), offload_activations=True, strategy=chosen, accelerator="cpu", devices=2), strategy)
+ON_HOST: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
 
 
-def test_refused_in_processes_of_a_pipeline() -> None:
-    """Each has one device."""
-    options = {"strategy": PipelineStrategy(engine="processes"), "accelerator": "cpu", "devices": 2}
-    refuses(lambda: fit(Module(), offload_activations=True, **options), "strategy='pipeline'", "parts")
-
-
-def test_refused_with_compiled_steps() -> None:
-    refuses(lambda: fit(Module(), offload_activations=True, compile=True), "compile")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(({"strategy": name, **ON_HOST}, [name]) for name in ("dp", "balanced", "pipeline")),
+        # Simulated devices have no NCCL.
+        ({"strategy": FSDPStrategy(backend="gloo"), **ON_HOST}, ["fsdp"]),
+        # Each process has one device.
+        ({"strategy": PipelineStrategy(engine="processes"), **ON_HOST}, ["strategy='pipeline'", "parts"]),
+        ({"compile": True}, ["compile"]),
+    ],
+)
+def test_strategies_and_compiled_steps_are_refused(options: dict[str, Any], words: list[str]) -> None:
+    refuses(lambda: fit(Module(), offload_activations=True, **options), *words)
 
 
 @pytest.mark.parametrize("choice", ["yes", -1, 1.5, None])
-def test_the_argument(choice: Any) -> None:
-    with pytest.raises(ConfigurationError, match="offload_activations must be True, False or a number of bytes"):
-        Trainer(offload_activations=choice)
+def test_the_argument_is_a_flag_or_a_number_of_bytes(choice: Any) -> None:
+    words = "offload_activations must be True, False or a number of bytes"
+    refuses(lambda: Trainer(offload_activations=choice), words)

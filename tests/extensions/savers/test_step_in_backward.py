@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import Callback, ConfigurationError, MemoryLogger, OOMRecovery, StepError, Trainer
-from tests.support.trainer_runs import refuses
+from equipoise import Callback, MemoryLogger, OOMRecovery, StepError, Trainer
+from tests.support.equality import assert_equal
+from tests.support.step_networks import FEATURES, batches
+from tests.support.trainer_runs import refuses, trainer
 
-KINDS = {
+OPTIMIZERS = {
     "SGD": lambda groups: SGD(groups, 0.1, momentum=0.9, nesterov=True),
     "Adam": lambda groups: Adam(groups, 0.01, amsgrad=True),
     "AdamW": lambda groups: AdamW(groups, 0.01, weight_decay=0.1),
@@ -30,25 +31,20 @@ KINDS = {
 
 
 class Module(L.LightningModule):
-    """A regression with tied weights, a frozen layer, a layer that some steps leave out, two groups and a scheduler.
+    """A tied weight, a frozen layer, a layer that some steps leave out, two groups and a scheduler."""
 
-    Args:
-        kind: The optimiser.
-        width: The width of the layers.
-    """
-
-    def __init__(self, kind: str = "AdamW", width: int = 6) -> None:
+    def __init__(self, optimizer: str = "AdamW") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(3, width)
-        self.tied = nn.Linear(width, width)
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.rare = nn.Linear(width, width)
-        self.last = nn.Linear(width, 1)
-        self.kind = kind
+        self.first = nn.Linear(FEATURES, 6)
+        self.tied = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.rare = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 1)
+        self.optimizer = optimizer
         self.rates: list[float] = []
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         hidden = self.first(batch[0].to(self.first.weight.dtype)).tanh()
         hidden = self.tied(self.frozen(self.tied(hidden).tanh()))
         if batch_idx % 3 != 1:
@@ -63,166 +59,140 @@ class Module(L.LightningModule):
             {"params": [*self.first.parameters(), *self.frozen.parameters()], "weight_decay": 0.01},
             {"params": [*self.tied.parameters(), *self.rare.parameters(), *self.last.parameters()]},
         ]
-        optimizer = KINDS[self.kind](groups)
-        scheduler = {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-
-def loader() -> DataLoader[Any]:
-    data = torch.randn(26, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return DataLoader(TensorDataset(data), 4)
+        optimizer = OPTIMIZERS[self.optimizer](groups)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
 
 def fit(module: L.LightningModule, ckpt_path: Path | None = None, **options: Any) -> Any:
-    defaults: dict[str, Any] = {"max_epochs": 2, "precision": "64-true", "enable_checkpointing": False, "devices": 1}
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{**defaults, **options},
-    )
-    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    """Train for 14 steps, the last of an epoch with fewer samples."""
+    run = trainer(**{"max_epochs": 2, "precision": "64-true", **options})
+    run.fit(module, batches([4] * 6 + [2]), ckpt_path=ckpt_path)
     return module
 
 
-def assert_equal(one: L.LightningModule, other: L.LightningModule) -> None:
+def assert_same_training(expected: Any, actual: Any) -> None:
     """Compare weights, states of the optimisers and counters to the bit."""
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-    assert one.trainer.global_step == other.trainer.global_step
-    states = [module.trainer.optimizers[0].state_dict() for module in (one, other)]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    assert states[0]["state"].keys() == states[1]["state"].keys()
-    for number, state in states[0]["state"].items():
-        for key, value in state.items():
-            other_value = states[1]["state"][number][key]
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other_value)), (number, key)
+    outcomes = []
+    for module in (expected, actual):
+        assert module.trainer.global_step == 14
+        outcomes.append([module.state_dict(), module.trainer.optimizers[0].state_dict()])
+    assert_equal(*outcomes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_steps(kind: str) -> None:
-    module = fit(Module(kind), step_in_backward=True)
-    usual = fit(Module(kind))
-    assert_equal(module, usual)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weights_and_optimizer_states_are_those_of_the_usual_step(optimizer: str) -> None:
+    usual, module = fit(Module(optimizer)), fit(Module(optimizer), step_in_backward=True)
+    assert_same_training(usual, module)
     assert module.rates == usual.rates
-    assert module.trainer.global_step == 14
+
+
+class RunsABackwardElsewhere(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first(batch[0]).sum().backward()
+
+
+class ThawsALayer(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.frozen.requires_grad_(batch_idx >= 2)
+
+
+class SkipsABatch(Module):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+
+class LoadsAnOptimizerState(Callback):
+    """Brings new groups of the optimiser between two steps, and then lowers the rate."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = trainer.optimizers
+        if batch_idx == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.01
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"precision": "bf16-mixed"},
-        {"precision": "32-true", "fused_optimizer": True},
-        {"activation_checkpointing": ["tied", "rare"]},
-        {"callbacks": [MemoryLogger(every_n_steps=1, detail="modules", leaks=False)]},
+        (Module, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (Module, {"precision": "bf16-mixed"}),
+        (Module, {"precision": "32-true", "fused_optimizer": True}),
+        (Module, {"activation_checkpointing": ["tied", "rare"]}),
+        (Module, {"callbacks": [MemoryLogger(every_n_steps=1, detail="modules", leaks=False)]}),
+        (Module, {"callbacks": [LoadsAnOptimizerState()]}),
+        (RunsABackwardElsewhere, {}),
+        (ThawsALayer, {}),
+        (SkipsABatch, {}),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
 )
-def test_with_other_arguments(options: dict[str, Any]) -> None:
-    assert_equal(fit(Module(), step_in_backward=True, **options), fit(Module(), **options))
+def test_other_arguments_and_unusual_steps_change_nothing(kind: type[Module], options: dict[str, Any]) -> None:
+    assert_same_training(fit(kind(), **options), fit(kind(), step_in_backward=True, **options))
 
 
-def test_resumed(tmp_path: Path) -> None:
-    whole = fit(Module())
-    for before, after in ((True, True), (True, False), (False, True)):
-        folder = tmp_path / f"{before} {after}"
-        saves = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)
-        options = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 1}
-        fit(Module(), step_in_backward=before, **options)
-        path = next(folder.glob("*step=5*.ckpt"))
-        with pytest.warns(UserWarning, match="states of callbacks that are missing"):
-            resumed = fit(Module(), path, step_in_backward=after)
-        assert_equal(resumed, whole)
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_a_resumed_run_may_step_in_the_other_way(before: bool, after: bool, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    fit(Module(), step_in_backward=before, callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+    (path,) = tmp_path.glob("*step=5*.ckpt")
+    with pytest.warns(UserWarning, match="states of callbacks that are missing"):
+        resumed = fit(Module(), path, step_in_backward=after)
+    assert_same_training(fit(Module()), resumed)
 
 
-class Deep(L.LightningModule):
-    """Layers whose gradients are larger than all else."""
+class Deep(Module):
+    """Eight layers whose gradients are larger than all else."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.layers(batch[0].float().repeat(1, 22)[:, :64]).square().mean()
+        return self.layers(batch[0].float().repeat(1, 11)[:, :64]).square().mean()
 
     def configure_optimizers(self) -> Optimizer:
-        return SGD(self.parameters(), 0.1)
+        return SGD(self.layers.parameters(), 0.1)
 
 
-def test_gradients_never_exist_at_once() -> None:
-    """To the byte: of 8 gradients of 16 KiB at most two exist, the one that is stepped and the next one."""
-    largest = {}
+def test_gradients_never_exist_all_together() -> None:
+    """Of 8 gradients of 16 KiB at most two exist, the one that is stepped and the next one."""
+    peaks = []
     for in_backward in (False, True):
         memory = MemoryLogger(detail="modules", leaks=False)
         fit(Deep(), step_in_backward=in_backward, callbacks=[memory], precision="32-true")
-        (peak,) = memory.compositions
-        largest[in_backward] = peak.nbytes
-    assert largest[False] - largest[True] >= 6 * 64 * 64 * 4
+        peaks.append(memory.compositions[0].nbytes)
+    assert peaks[0] - peaks[1] >= 6 * 64 * 64 * 4
 
 
-def test_gradients_are_gone_and_hooks_removed() -> None:
-    seen: list[list[Any]] = []
+def test_gradients_are_gone_after_each_step_and_hooks_after_the_run() -> None:
+    seen: list[Any] = []
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            seen.append([parameter.grad for parameter in pl_module.parameters()])
+            seen.extend(parameter.grad for parameter in pl_module.parameters())
 
     module = fit(Module(), step_in_backward=True, callbacks=[Looks()])
-    assert len(seen) == 14
-    assert all(gradient is None for gradients in seen for gradient in gradients)
-    module.training_step([torch.ones(1, 3)], 0).backward()
+    assert seen == [None] * 14 * 10
+    module.training_step([torch.ones(1, FEATURES)], 0).backward()
     assert module.first.weight.grad is not None
-
-
-class Looking(Module):
-    """Runs a backward of its own outside of the training step."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.first(batch[0]).sum().backward()
-
-
-def test_other_backwards_step_nothing() -> None:
-    assert_equal(fit(Looking(), step_in_backward=True), fit(Looking()))
-
-
-class Thawing(Module):
-    """Trains the frozen layer from the middle of an epoch on."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.frozen.requires_grad_(True)
-
-
-class Skipping(Module):
-    """Skips a batch."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return None if batch_idx == 3 else super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("kind", [Thawing, Skipping])
-def test_unusual_steps(kind: type[Module]) -> None:
-    assert_equal(fit(kind(), step_in_backward=True), fit(kind()))
 
 
 class TwoGradients(Module):
     """Adds up the gradient of a tied weight in two backwards, as reentrant checkpoints do."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        inputs = batch[0].to(self.first.weight.dtype).requires_grad_()
+        inputs = batch[0].requires_grad_()
         hidden = checkpoint(self.first, inputs, use_reentrant=True)
-        again = checkpoint(self.first, inputs, use_reentrant=True)
-        return hidden.square().mean() + again.mean()
+        return hidden.square().mean() + checkpoint(self.first, inputs, use_reentrant=True).mean()
 
 
-def test_a_second_gradient_is_an_error() -> None:
+def test_a_second_gradient_in_one_step_is_an_error() -> None:
     with pytest.raises(StepError, match="received a second gradient in the same step"):
         fit(TwoGradients(), step_in_backward=True)
 
 
-# Refusals.
+# Refusals
 
 
 class ByHand(Module):
@@ -236,11 +206,14 @@ class LooksAtGradients(Callback):
         pass
 
 
-def overriding(name: str) -> Module:
-    def hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("no step may run")
+class ClipsFromALaterStepOn(Callback):
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.gradient_clip_val = 1.0
 
-    return type("Overriding", (Module,), {name: hook})()
+
+def overriding(name: str) -> Module:
+    return type("Overriding", (Module,), {name: lambda *args, **kwargs: pytest.fail("no step may run")})()
 
 
 def with_optimizer(make: Any) -> Module:
@@ -259,71 +232,43 @@ def hooked(parameters: Any) -> Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"gradient_clip_val": 1.0}, "gradient_clip_val by norm"),
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
-        ({"precision": "16-mixed"}, "precision='16-mixed'"),
-        ({"compile": True}, "compile gives all gradients together"),
-        ({"strategy": "dp", "devices": ["cpu", "cpu"]}, "strategy='dp'"),
-        ({"strategy": "pipeline", "devices": ["cpu", "cpu"]}, "strategy='pipeline'"),
-        ({"callbacks": [OOMRecovery()]}, "OOMRecovery"),
-        ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
-        ({"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_before_optimizer_step"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_refused_settings(options: dict[str, Any], reason: str) -> None:
-    refuses(lambda: fit(Module(), step_in_backward=True, **options), "step_in_backward=True", reason)
+TWO = {"devices": ["cpu", "cpu"]}
 
 
 @pytest.mark.parametrize(
-    ("module", "reason"),
+    ("module", "options", "reason"),
     [
-        (ByHand(), "optimises by hand"),
-        (overriding("on_before_optimizer_step"), "Overriding.on_before_optimizer_step"),
-        (overriding("on_after_backward"), "Overriding.on_after_backward"),
-        (overriding("configure_gradient_clipping"), "Overriding.configure_gradient_clipping"),
-        (overriding("optimizer_step"), "Overriding.optimizer_step"),
-        (with_optimizer(LBFGS), "LBFGS steps all parameters together"),
-        (with_optimizer(Own), "Own is not one of torch's"),
-        (with_optimizer(hooked), "a hook on the step of Adam"),
+        (Module(), {"gradient_clip_val": 1.0}, "gradient_clip_val by norm"),
+        (Module(), {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        (Module(), {"precision": "16-mixed"}, "precision='16-mixed'"),
+        (Module(), {"compile": True}, "compile gives all gradients together"),
+        (Module(), {"strategy": "dp", **TWO}, "strategy='dp'"),
+        (Module(), {"strategy": "pipeline", **TWO}, "strategy='pipeline'"),
+        (Module(), {"callbacks": [OOMRecovery()]}, "OOMRecovery"),
+        (Module(), {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
+        (Module(), {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_before_optimizer_step"),
+        (ByHand(), {}, "optimises by hand"),
+        (overriding("on_before_optimizer_step"), {}, "Overriding.on_before_optimizer_step"),
+        (overriding("on_after_backward"), {}, "Overriding.on_after_backward"),
+        (overriding("configure_gradient_clipping"), {}, "Overriding.configure_gradient_clipping"),
+        (overriding("optimizer_step"), {}, "Overriding.optimizer_step"),
+        (with_optimizer(LBFGS), {}, "LBFGS steps all parameters together"),
+        (with_optimizer(Own), {}, "Own is not one of torch's"),
+        (with_optimizer(hooked), {}, "a hook on the step of Adam"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refused_modules(module: Module, reason: str) -> None:
-    refuses(lambda: fit(module, step_in_backward=True), "step_in_backward=True", reason)
+def test_what_does_not_go_with_steps_in_the_backward_is_refused_before_a_step(
+    module: Module, options: dict[str, Any], reason: str
+) -> None:
+    refuses(lambda: fit(module, step_in_backward=True, **options), "step_in_backward=True", reason)
     assert module.rates == []
 
 
-def test_clipping_by_norm_from_a_later_step_on() -> None:
-    class Clips(Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.gradient_clip_val = 1.0
-
-    with pytest.raises(ConfigurationError, match="gradient_clip_val by norm"):
-        fit(Module(), step_in_backward=True, callbacks=[Clips()])
+def test_clipping_by_norm_from_a_later_step_on_is_refused() -> None:
+    callbacks = [ClipsFromALaterStepOn()]
+    refuses(lambda: fit(Module(), step_in_backward=True, callbacks=callbacks), "gradient_clip_val by norm")
 
 
 def test_the_argument_is_a_flag() -> None:
-    with pytest.raises(ConfigurationError, match="step_in_backward must be True or False"):
-        Trainer(step_in_backward="yes")  # type: ignore[arg-type]
-
-
-class Reloading(Callback):
-    """Loads the optimiser's own state between two steps, which brings new groups, and then lowers the rate."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        (optimizer,) = trainer.optimizers
-        if batch_idx == 2:
-            optimizer.load_state_dict(optimizer.state_dict())
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.01
-
-
-def test_groups_of_a_state_that_was_loaded_within_the_run() -> None:
-    modules = [Module(), Module()]
-    for module, step_in_backward in zip(modules, (False, True), strict=True):
-        fit(module, step_in_backward=step_in_backward, callbacks=[Reloading()])
-    assert_equal(*modules)
+    refuses(lambda: Trainer(step_in_backward="yes"), "step_in_backward must be True or False")  # type: ignore[arg-type]
