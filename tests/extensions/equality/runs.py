@@ -1,5 +1,6 @@
 """Runs that leave `metrics.csv` and a checkpoint of every step."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Trainer
+from tests.support.quiet import QUIET
 
 __all__ = ["Net", "Nudge", "Stop", "run"]
-
-_SAMPLES = 12
 
 
 class Net(L.LightningModule):
@@ -91,30 +91,15 @@ def run(
         options: Arguments of the trainer, and `ckpt_path`.
     """
     L.seed_everything(7)
-    generator = torch.Generator().manual_seed(1)
-    features = torch.randn(_SAMPLES, 3, generator=generator, dtype=torch.float64)
+    features = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     dataset = TensorDataset(features, features.sum(1, keepdim=True))
     saving = ModelCheckpoint(folder / "checkpoints", save_top_k=-1, every_n_train_steps=every, save_last=True)
     further = [] if kill_at is None else [Kill(kill_at)]
     ckpt_path = options.pop("ckpt_path", None)
-    trainer = cls(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 2,
-            "log_every_n_steps": 1,
-            "num_sanity_val_steps": 0,
-            **options,
-        },
-        logger=CSVLogger(folder, "", ""),
-        callbacks=[*callbacks, saving, Timer(), *further],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    chosen = {**QUIET, "enable_checkpointing": True, "logger": CSVLogger(folder, "", ""), "log_every_n_steps": 1}
+    chosen |= {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "num_sanity_val_steps": 0, **options}
+    trainer = cls(callbacks=[*callbacks, saving, Timer(), *further], **chosen)
     loaders = (DataLoader(dataset, 4, shuffle=True), DataLoader(dataset, 6))
-    module = Net()
-    try:
-        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
-    except Stop:
-        assert kill_at is not None
+    with contextlib.suppress(Stop):
+        trainer.fit(Net(), *loaders, ckpt_path=ckpt_path)
     return folder

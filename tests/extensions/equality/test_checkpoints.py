@@ -2,22 +2,19 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from equipoise import CheckpointError
 from equipoise.extensions.equality import RunComparison, compare_runs, gaps
 from equipoise.extensions.equality.gaps import Tolerance, largest_gap
 from equipoise.parallel.shards.placeholders import make_placeholder
-from tests.extensions.export.test_memory import MIB, write
 from tests.parallel.shards.folders import save
+from tests.support.large_checkpoints import mebibytes_needed, write
 from tests.support.trainer_runs import refuses
 
 EXACT = Tolerance(0, 0)
@@ -38,7 +35,7 @@ DTYPES = ["float64", "float32", "bfloat16", "float8_e4m3fn", "complex64", "int64
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: str, tmp_path: Path) -> None:
+def test_values_of_each_dtype_are_compared(dtype: str, tmp_path: Path) -> None:
     value = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(getattr(torch, dtype))
     other = torch.tensor([[1, 0, 1], [0, 0, 1]]).to(getattr(torch, dtype))
     assert compared(tmp_path, {"state_dict": {"a": value}}, {"state_dict": {"a": value.clone()}}).equal
@@ -46,8 +43,7 @@ def test_dtypes(dtype: str, tmp_path: Path) -> None:
     assert (difference.place, difference.amount) == ((1, 1), 1.0)
 
 
-def test_large_whole_numbers(tmp_path: Path) -> None:
-    """Those that float64 cannot tell apart differ, too."""
+def test_whole_numbers_that_float64_cannot_tell_apart_differ(tmp_path: Path) -> None:
     big = torch.tensor([2**60, 5])
     assert names(compared(tmp_path, {"x": {"a": big, "b": 2**60}}, {"x": {"a": big + 1, "b": 2**60 + 1}})) == {
         ("other entries", "x.a"),
@@ -55,8 +51,7 @@ def test_large_whole_numbers(tmp_path: Path) -> None:
     }
 
 
-def test_bits(tmp_path: Path) -> None:
-    """NaN equals NaN; zeros of another sign, another dtype and infinities are differences."""
+def test_nan_equals_nan_but_signs_of_zero_and_dtypes_differ(tmp_path: Path) -> None:
     nan = torch.tensor([math.nan, math.inf, 1.0])
     assert compared(tmp_path, {"x": nan}, {"x": nan.clone()}).equal
     assert compared(tmp_path, {"x": [math.nan]}, {"x": [math.nan]}).equal
@@ -71,7 +66,7 @@ def test_bits(tmp_path: Path) -> None:
     assert compared(tmp_path, {"x": torch.ones(2)}, {"x": torch.ones(2).double()}, atol=1e-9).equal
 
 
-def test_entries(tmp_path: Path) -> None:
+def test_nested_entries_are_compared_by_their_places(tmp_path: Path) -> None:
     """Numbers, texts, lists and missing entries, by the places where they stand."""
     first = {
         "optimizer_states": [
@@ -111,7 +106,7 @@ class Runs:
         return os.mkdir, ("ran",)
 
 
-def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sparse = torch.eye(2).to_sparse()
     result = compared(tmp_path, {"x": Runs(), "y": sparse}, {"x": Runs(), "y": sparse})
@@ -120,20 +115,20 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not (tmp_path / "ran").exists()
 
 
-def test_names_of_a_compiled_module(tmp_path: Path) -> None:
+def test_a_compiled_module_has_the_names_of_the_module(tmp_path: Path) -> None:
     states = [{"net.weight": torch.ones(1)}, {"net._orig_mod.weight": torch.ones(1)}]
     result = compared(tmp_path, {"state_dict": states[0]}, {"state_dict": states[1]})
     assert (result.equal, result.tensors) == (True, 1)
 
 
-def test_other_numbers_of_processes(tmp_path: Path) -> None:
+def test_positions_of_other_numbers_of_processes_are_not_compared(tmp_path: Path) -> None:
     positions = [{"equipoise": {"steps": {"processes": count}, "position": {"pos": count}}} for count in (1, 2)]
     result = compared(tmp_path, *positions)
     assert result.equal
     assert result.not_compared == ["resumption and validated batches: of 1 and 2 processes"]
 
 
-def test_containers_that_hold_themselves(tmp_path: Path) -> None:
+def test_containers_that_hold_themselves_are_refused(tmp_path: Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
     refuses(lambda: compared(tmp_path, {"x": loop}, {"x": loop}), "nested too deeply", error=CheckpointError)
@@ -142,23 +137,19 @@ def test_containers_that_hold_themselves(tmp_path: Path) -> None:
 # Large tensors, and those in shards.
 
 
-def pieces(tensor: Tensor, size: int) -> list[Tensor]:
-    return list(tensor.split(size))
-
-
-@pytest.mark.parametrize("sizes", [(1, 7), (3, 4), (5, 2), (20, 6)])
-def test_pieces_of_other_sizes(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("one", "other"), [(1, 7), (3, 4), (5, 2), (20, 6)])
+def test_pieces_of_other_sizes_have_one_largest_gap(one: int, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps, "_ELEMENTS", 4)
     first = torch.randn(19, dtype=torch.float64)
     second = first.clone()
-    assert largest_gap(pieces(first, sizes[0]), pieces(second, sizes[1]), 19, EXACT) is None
+    assert largest_gap(first.split(one), second.split(other), 19, EXACT) is None
     second[[2, 13, 18]] += torch.tensor([0.1, 0.3, 0.2]).double()
-    gap = largest_gap(pieces(first, sizes[0]), pieces(second, sizes[1]), 19, EXACT)
+    gap = largest_gap(first.split(one), second.split(other), 19, EXACT)
     assert (gap.position, gap.amount) == (13, (first[13] - second[13]).abs().item())
     refuses(lambda: largest_gap([first[:4]], [first], 19, EXACT), "is damaged", error=CheckpointError)
 
 
-def test_a_file_and_shards(tmp_path: Path) -> None:
+def test_a_file_is_compared_with_shards(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 3), "b": torch.arange(5).bfloat16()}
     named = {name: make_placeholder(value, name) for name, value in tensors.items()}
     torch.save({"state_dict": tensors, "global_step": 2}, tmp_path / "x.ckpt")
@@ -172,30 +163,11 @@ def test_a_file_and_shards(tmp_path: Path) -> None:
     assert (difference.name, difference.place) == ("a", (4, 2))
 
 
-COMPARE = """
-import re, sys
-from pathlib import Path
-from equipoise.extensions.equality import compare_runs
-import equipoise.extensions.equality.compare
-
-def memory(name):
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{name}:\\s+(\\d+) kB", status)[1]) / 1024
-
-Path("/proc/self/clear_refs").write_text("5")
-before = memory("VmRSS")
-assert compare_runs(*sys.argv[1:3]).equal
-print(memory("VmHWM") - before)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_peak(form: str, tmp_path: Path) -> None:
-    """Two checkpoints of 2 GiB are compared in the memory of a few pieces."""
-    write(tmp_path / "x.ckpt", form)
-    command = [sys.executable, "-c", COMPARE, *[str(tmp_path / "x.ckpt")] * 2]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    print(f"{form}: {float(done.stdout):.0f} of {2048 * MIB // MIB} MiB")
-    assert 8 < float(done.stdout) < 300
+def test_large_checkpoints_are_compared_in_the_memory_of_a_few_pieces(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    write(path, form)
+    imports = "import equipoise.extensions.equality.compare as equality"
+    statement = "assert equality.compare_runs(*sys.argv[1:3]).equal"
+    assert 8 < mebibytes_needed(imports, statement, str(path), str(path)) < 300

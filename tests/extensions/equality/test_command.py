@@ -28,7 +28,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.save({"state_dict": state, "global_step": 10}, folder / "epoch=0-step=10.ckpt")
 
 
-def test_equal_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_end_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert curves_equal("a", "a") == 0
     assert capsys.readouterr().out == (
         "equal to the bit: 3 logged values at 3 steps, 1 checkpoint, 21 tensors\n"
@@ -38,7 +38,7 @@ def test_equal_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "equal within atol=0.1 and rtol=0: 3 logged" in capsys.readouterr().out
 
 
-def test_runs_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_differ_end_with_1_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert curves_equal("a", "b") == 1
     sentence, *lines = capsys.readouterr().out.splitlines()
     assert sentence == (
@@ -51,7 +51,7 @@ def test_runs_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
     assert "and 9 more, which --json lists" in lines
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert curves_equal("a", "b", "--json", "--rtol=1e-9") == 1
     result = json.loads(capsys.readouterr().out)
     assert (result["equal"], result["rtol"], len(result["differences"])) == (False, 1e-9, 21)
@@ -69,17 +69,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["a", "b", "--atol=small"], "--atol takes a number, such as --atol=1e-6, not 'small'"),
         (["a", "b", "--atol=-1"], "atol is a number from 0, not -1.0"),
         (["a", "b", "--tol=1"], "not --tol=1"),
-        (
-            ["a/metrics.csv", "b/epoch=0-step=10.ckpt"],
-            "nothing to compare: a/metrics.csv has logged values",
-        ),
+        (["a/metrics.csv", "b/epoch=0-step=10.ckpt"], "nothing to compare: a/metrics.csv has logged values"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_end_with_2_and_a_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert curves_equal(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "equipoise curves-equal RUN_A RUN_B [flags]" in capsys.readouterr().out
