@@ -70,8 +70,24 @@ class QLoRA(L.LightningModule):
         logits = self(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=0.01)
+
+
+class Full(QLoRA):
+    """Trains the base model as well; notes the classes of its layers in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.requires_grad_(True)
+        self.kinds: dict[str, str] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kinds = {name: type(part).__name__ for name, part in self.named_modules()}
+        return super().training_step(batch, batch_idx)
 
 
 def qllama() -> QLoRA:

@@ -1,4 +1,4 @@
-"""Runs of QLoRA under each strategy, in float64 with eight samples in a step, and a program of one that is killed."""
+"""Runs under each strategy with eight samples in a step, and a program of one that is killed."""
 
 import os
 import signal
@@ -26,16 +26,19 @@ _STRATEGIES: dict[str, Any] = {
 KILLED_AFTER = 5
 
 
-def options_of(strategy: str) -> Any:
-    """Return arguments of a trainer on two CPU devices."""
-    return _STRATEGIES[strategy]()
+def fit(module: Any, *callbacks: L.Callback, strategy: str = "single_device", path: Any = None, **options: Any) -> Any:
+    """Train with eight samples in each of three steps, for all processes together, and return the module.
 
-
-def fit(module: QLoRA, strategy: str, callbacks: Any, ckpt_path: Any = None, **options: Any) -> QLoRA:
-    """Train with eight samples in each step, for all processes together."""
-    run = trainer(callbacks=callbacks, **{"precision": "64-true", **options_of(strategy), **options})
+    Args:
+        module: The module.
+        callbacks: The callbacks.
+        strategy: A strategy on two CPU devices, or "single_device".
+        path: A checkpoint with which the training continues.
+        options: Further arguments of the trainer, which computes in float64.
+    """
+    run = trainer(callbacks=list(callbacks), **{"precision": "64-true", **_STRATEGIES[strategy](), **options})
     of_a_process = 4 if strategy.startswith(("ddp", "fsdp")) else 8
-    run.fit(module, tokens(of_a_process, 24 // of_a_process), ckpt_path=ckpt_path)
+    run.fit(module, tokens(of_a_process, 24 // of_a_process), ckpt_path=path)
     return module
 
 
@@ -55,6 +58,5 @@ class Kill(L.Callback):
 def be_killed() -> None:
     """Train until the kill; arguments are the strategy, the kind of quantisation, and the folder of checkpoints."""
     strategy, kind, folder = sys.argv[1:]
-    quantization: Any = Quantization
-    callbacks = [quantization(kind), saving(Path(folder)), Kill()]
-    fit(QLoRA(), strategy, callbacks, max_epochs=3, enable_checkpointing=True)
+    callbacks = [Quantization(kind), saving(Path(folder)), Kill()]  # type: ignore[arg-type]
+    fit(QLoRA(), *callbacks, strategy=strategy, max_epochs=3, enable_checkpointing=True)

@@ -8,11 +8,12 @@ import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor
 
-from equipoise import AdapterCheckpoints, CheckpointError, ConfigurationError, Quantization, Trainer
+from equipoise import AdapterCheckpoints, CheckpointError, Quantization
 from equipoise.extensions.quantization.adapter_checkpoints import digest_of
-from tests.extensions.quantization.qlora import QLoRA, adapters, difference, stored, tokens
+from tests.extensions.quantization.qlora import QLoRA, adapters, stored, tokens
+from tests.extensions.quantization.runs import fit
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import refuses, trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -26,59 +27,48 @@ CALLBACKS: dict[str, Any] = {
 }
 
 
-def fit(module: QLoRA, *callbacks: Any, path: Path | None = None, **options: Any) -> Trainer:
-    run: Trainer = trainer(callbacks=list(callbacks), **options)
-    run.fit(module, tokens(), ckpt_path=path)
-    return run
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "one.ckpt"
 
 
-@pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("kind", CALLBACKS)
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
-def test_a_resumed_run(kind: str, precision: Any, path: Path) -> None:
-    whole, resumed = QLoRA(), QLoRA()
-    fit(whole, CALLBACKS[kind](), max_epochs=3, precision=precision)
-    fit(QLoRA(), CALLBACKS[kind](), max_epochs=2, precision=precision).save_checkpoint(path)
-    state = torch.load(path, weights_only=True)["state_dict"]
-    assert state.keys() == adapters(whole).keys()
-    fit(resumed, CALLBACKS[kind](), path=path, max_epochs=3, precision=precision)
-    assert difference(resumed, whole) == 0
-    base = stored(whole)
-    assert all(torch.equal(value, base[name]) for name, value in stored(resumed).items())
+def save(file: Path, *callbacks: Any, module: Any = None, **options: Any) -> QLoRA:
+    """Train, save a checkpoint, and return the module."""
+    trained = fit(module or QLoRA(), *callbacks, **options)
+    trained.trainer.save_checkpoint(file)
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("nf4", "32-true"), ("nf4", "bf16-true"), ("int8", "64-true"), ("int8", "bf16-true"), ("none", "32-true")],
+)
+def test_a_resumed_run_is_equal_to_the_bit_and_its_checkpoint_has_adapters_alone(
+    kind: str, precision: Any, path: Path
+) -> None:
+    whole = fit(QLoRA(), CALLBACKS[kind](), max_epochs=3, precision=precision)
+    save(path, CALLBACKS[kind](), max_epochs=2, precision=precision)
+    assert torch.load(path, weights_only=True)["state_dict"].keys() == adapters(whole).keys()
+    resumed = QLoRA()
     # The same object continues as well.
-    fit(resumed, CALLBACKS[kind](), path=path, max_epochs=3, precision=precision)
-    assert difference(resumed, whole) == 0
+    for _ in range(2):
+        fit(resumed, CALLBACKS[kind](), path=path, max_epochs=3, precision=precision)
+        assert_equal(whole, resumed)
 
 
-def test_files_are_small(path: Path) -> None:
-    module = QLoRA()
-    run = fit(module, AdapterCheckpoints())
-    run.save_checkpoint(path, weights_only=True)
+def test_files_are_smaller_by_the_frozen_weights(path: Path) -> None:
+    module = save(path, AdapterCheckpoints())
     small = path.stat().st_size
     assert module.state_dict().keys() > adapters(module).keys()
-    fit(module).save_checkpoint(path, weights_only=True)
+    save(path, module=module)
     assert path.stat().st_size - small > sum(value.nbytes for value in stored(module).values())
 
 
-class Evaluated(QLoRA):
-    """Evaluates the loss of training."""
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.training_step(batch, batch_idx))
-
-
-def test_evaluation_of_a_checkpoint(path: Path) -> None:
-    module = Evaluated()
-    run = fit(module, Quantization("nf4"))
-    run.save_checkpoint(path)
-    expected = run.test(module, tokens())
-    assert trainer(callbacks=[Quantization("nf4")]).test(Evaluated(), tokens(), ckpt_path=path) == expected
-    assert trainer(callbacks=[Quantization("int8")]).test(Evaluated(seed=1), tokens()) != expected
+def test_a_checkpoint_is_evaluated_with_the_same_base_model(path: Path) -> None:
+    module = save(path, Quantization("nf4"), precision="32-true")
+    expected = module.trainer.test(module, tokens())
+    assert trainer(callbacks=[Quantization("nf4")]).test(QLoRA(), tokens(), ckpt_path=path) == expected
+    assert trainer(callbacks=[Quantization("int8")]).test(QLoRA(seed=1), tokens()) != expected
 
 
 @pytest.mark.parametrize(
@@ -87,10 +77,14 @@ def test_evaluation_of_a_checkpoint(path: Path) -> None:
     ids=["other values", "another kind", "not quantised"],
 )
 def test_another_base_model_is_refused(callback: str, seed: int, path: Path) -> None:
-    fit(QLoRA(), Quantization("int8")).save_checkpoint(path)
+    save(path, Quantization("int8"))
     with pytest.raises(CheckpointError, match="trained with another base model: model"):
         fit(QLoRA(seed=seed), CALLBACKS[callback](), path=path, max_epochs=2)
-    # A warning names the callback that left the weights out.
+
+
+def test_a_run_without_the_callback_is_refused(path: Path) -> None:
+    """A warning names the callback that left the weights out."""
+    save(path, Quantization("int8"))
     with (
         pytest.warns(UserWarning, match="callbacks that are missing: .*'AdapterCheckpoints'"),
         pytest.raises(CheckpointError, match=r"missing: .*up\.base_layer\.weight"),
@@ -98,12 +92,11 @@ def test_another_base_model_is_refused(callback: str, seed: int, path: Path) -> 
         fit(QLoRA(), path=path, max_epochs=2)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(("kind", "weights_only"), [("nf4", False), ("int8", True)])
 def test_whole_weights_are_not_loaded_into_stored_ones(kind: str, weights_only: bool, path: Path) -> None:
-    fit(QLoRA()).save_checkpoint(path, weights_only=weights_only)
+    fit(QLoRA(), precision="32-true").trainer.save_checkpoint(path, weights_only=weights_only)
     with pytest.raises(CheckpointError, match=r"as torch\.float32, but here it is stored in few bits"):
-        trainer(callbacks=[CALLBACKS[kind]()]).test(Evaluated(), tokens(), ckpt_path=path)
+        trainer(callbacks=[CALLBACKS[kind]()]).test(QLoRA(), tokens(), ckpt_path=path)
 
 
 NAME = "model.base_model.model.1.norm.weight"
@@ -127,19 +120,14 @@ class AllStepped(QLoRA):
 
 
 @pytest.mark.parametrize("steps", [range(4, 9), range(3, 6)], ids=["thawed", "frozen again"])
-def test_a_weight_that_is_trained_meanwhile(steps: range, path: Path) -> None:
-    def run(module: QLoRA, epochs: int, path: Path | None = None) -> Trainer:
-        return fit(module, AdapterCheckpoints(), Switch(steps), path=path, max_epochs=epochs)
-
-    whole, first, resumed = AllStepped(), AllStepped(), AllStepped()
-    run(whole, 4)
+def test_a_weight_that_is_trained_meanwhile_stays_in_checkpoints(steps: range, path: Path) -> None:
+    callbacks = (AdapterCheckpoints(), Switch(steps))
+    whole = fit(AllStepped(), *callbacks, max_epochs=4)
     saved = path.with_name("first.ckpt")
-    run(first, 3).save_checkpoint(saved)
-    state: dict[str, Tensor] = torch.load(saved, weights_only=True)["state_dict"]
-    assert state.keys() == {*adapters(QLoRA()), NAME}
-    run(resumed, 4, saved).save_checkpoint(path)
-    assert difference(resumed, whole) == 0
-    assert torch.equal(resumed.get_parameter(NAME), whole.get_parameter(NAME))
+    save(saved, *callbacks, module=AllStepped(), max_epochs=3)
+    assert torch.load(saved, weights_only=True)["state_dict"].keys() == {*adapters(QLoRA()), NAME}
+    resumed = save(path, *callbacks, module=AllStepped(), path=saved, max_epochs=4)
+    assert_equal(whole.state_dict(), resumed.state_dict())
     assert NAME in torch.load(path, weights_only=True)["state_dict"]
 
 
@@ -148,12 +136,11 @@ def test_weights_of_a_whole_checkpoint_stay_in_checkpoints(name: str, path: Path
     whole = path.with_name(name)
     trained = AllStepped()
     trained.requires_grad_(True)
-    fit(trained).save_checkpoint(whole)
-    first, resumed = AllStepped(), AllStepped()
-    fit(first, AdapterCheckpoints(), path=whole, max_epochs=2).save_checkpoint(path)
+    save(whole, module=trained)
+    first = save(path, AdapterCheckpoints(), module=AllStepped(), path=whole, max_epochs=2)
     # The frozen weights are those that were trained, which a new base model lacks.
-    fit(resumed, AdapterCheckpoints(), path=path, max_epochs=2)
-    assert all(torch.equal(value, first.state_dict()[name]) for name, value in resumed.state_dict().items())
+    resumed = fit(AllStepped(), AdapterCheckpoints(), path=path, max_epochs=2)
+    assert_equal(first.state_dict(), resumed.state_dict())
     assert torch.equal(resumed.get_parameter(NAME), trained.get_parameter(NAME))
 
 
@@ -168,15 +155,29 @@ def test_digests_tell_weights_apart() -> None:
     assert digest_of(weight, "64-true") == digest_of(weight.double(), "64-true")
 
 
-def test_refused_before_training() -> None:
-    trained = QLoRA()
-    trained.requires_grad_(True)
-    refuses(lambda: fit(trained, AdapterCheckpoints()), "no weight is frozen")
-    refuses(lambda: fit(QLoRA(), AdapterCheckpoints(), EMAWeightAveraging()), "EMAWeightAveraging computes the mean")
-    quantised: Any = QLoRA()
+def all_trained() -> QLoRA:
+    module = QLoRA()
+    module.requires_grad_(True)
+    return module
+
+
+def with_packed_head() -> QLoRA:
+    module: Any = QLoRA()
     head = Linear4bit(64, 64, bias=False)
     head.weight = Params4bit(torch.randn(64, 64), requires_grad=False)
-    quantised.model.base_model.model[3] = head.to("cpu")
-    refuses(lambda: fit(quantised, AdapterCheckpoints()), "3.weight.absmax', which torch does not load", "Quantization")
-    with pytest.raises(ConfigurationError, match="on the meta device"):
-        fit(QLoRA().to("meta"), AdapterCheckpoints())
+    module.model.base_model.model[3] = head.to("cpu")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "callbacks", "words"),
+    [
+        (all_trained, [], ["no weight is frozen"]),
+        (QLoRA, [EMAWeightAveraging()], ["EMAWeightAveraging computes the mean"]),
+        (with_packed_head, [], ["3.weight.absmax', which torch does not load", "Quantization"]),
+        (lambda: QLoRA().to("meta"), [], ["on the meta device"]),
+    ],
+    ids=["all trained", "averaged", "packed by the user", "on meta"],
+)
+def test_what_cannot_be_left_out_of_checkpoints_is_refused(make: Any, callbacks: Any, words: list[str]) -> None:
+    refuses(lambda: fit(make(), AdapterCheckpoints(), *callbacks), *words)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Float8Training, FSDPStrategy
 from tests.extensions.quantization.runs import saving
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import refuses, trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -39,19 +40,14 @@ class Sent(TorchDispatchMode):
 
 
 class Blocks(L.LightningModule):
-    """Three blocks, each a unit; what is not divided by 16 stays as it is.
+    """Blocks that are units, of a width that three processes do not divide; what 16 does not divide stays as it is."""
 
-    Args:
-        width: The width, which three processes do not divide.
-    """
-
-    def __init__(self, width: int = 32, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(width, 64, bias=bias), nn.Tanh(), nn.Linear(64, width)) for _ in range(3)]
-        self.blocks = nn.ModuleList(blocks)
-        self.single = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=False)) for _ in range(2))
-        self.head = nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3))
+        self.single = nn.ModuleList(nn.Sequential(nn.Linear(32, 32, bias=False)) for _ in range(2))
+        self.head = nn.Linear(32, 1)
         self.nbytes: dict[str, int] = {}
 
     def forward(self, features: Tensor) -> Tensor:
@@ -59,12 +55,14 @@ class Blocks(L.LightningModule):
             features = features + block(features)
         return self.head(features)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (features,) = batch
-        return (self(features) - 1).square().mean()
+    def loss(self, batch: Any) -> Tensor:
+        return (self(batch[0]) - 1).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.training_step(batch, batch_idx))
+        self.log("loss", self.loss(batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -83,20 +81,15 @@ class Counts(L.Callback):
 
 
 class ByHand(Blocks):
-    """Optimises by hand."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward((self(batch[0]) - 1).square().mean())
+        self.manual_backward(self.loss(batch))
         optimizer.step()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch[0])
 
 
 def batches(size: int, samples: int = 48) -> DataLoader[Any]:
@@ -119,8 +112,7 @@ def fit(
 
 
 def check_equal(module: nn.Module, other: nn.Module) -> None:
-    for (name, value), expected in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(value, expected), (name, value.sub(expected).abs().max())
+    assert_equal(other, module)
     assert list(map(type, module.modules())) == list(map(type, other.modules()))
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
     assert not torch.equal(module.head.weight, Blocks().head.weight)
@@ -149,7 +141,7 @@ def test_numbers_are_the_same_to_the_bit(case: str) -> None:
 
 
 @pytest.mark.slow
-def test_bytes_are_a_quarter() -> None:
+def test_a_quarter_of_the_bytes_is_sent() -> None:
     whole, gathered = (fit(gathers, Counts()) for gathers in (False, True))
     check_equal(gathered, whole)
     # Each process sends half of 14,336 weights and 288 biases in units, and the 33 of the root, which are padded.
@@ -179,7 +171,7 @@ def test_checkpoints_are_those_of_weights_as_they_are(checkpoints: Any, tmp_path
     run = trainer(callbacks=[Float8Training(emulate=True)], precision="fp8")
     run.validate(alone, batches(12), ckpt_path=path, verbose=False)
     saved = fit(True, EMAWeightAveraging(decay=0.5), max_steps=4, **options)
-    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in alone.state_dict().items())
+    assert_equal(saved, alone)
 
 
 class Tied(Blocks):
@@ -206,8 +198,8 @@ def test_weights_that_others_read_are_gathered_as_they_are() -> None:
 class ReadsAWeight(Blocks):
     """Punishes a large weight, which it reads itself."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.single[0][0].weight.square().sum()
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.single[0][0].weight.square().sum()
 
 
 @pytest.mark.slow
@@ -221,18 +213,26 @@ def test_a_step_that_reads_a_weight_is_told_what_to_leave_out() -> None:
     assert not torch.equal(read.single[0][0].weight, fit(False).single[0][0].weight)
 
 
-def test_refused_where_processes_cannot() -> None:
-    refuses(lambda: fit(True, devices=1), "fp8_all_gather=True", "one process gathers nothing")
-    refuses(lambda: fit(True, strategy={"reshard_after_forward": 2}, devices=4), "reshard_after_forward as a number")
-    offloading = FSDPStrategy(cpu_offload=True)
-    offloading.processes = SimpleNamespace(world_size=2)  # type: ignore[assignment]
-    assert "cpu_offload=True" in str(offloading.gather_weights_as({}))
-    rowwise = Float8Training("rowwise", fp8_all_gather=True, emulate=True)
-    refuses(
-        lambda: trainer(callbacks=[rowwise]).fit(Blocks(), batches(12), batches(12)), "are not those of whole weights"
-    )
-    tensorwise = Float8Training(fp8_all_gather=True, emulate=True)
-    refuses(
-        lambda: trainer(callbacks=[tensorwise]).fit(Blocks(), batches(12), batches(12)),
-        "'single_device' gathers no weights",
-    )
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        (FSDPStrategy(), {}, "one process gathers nothing"),
+        ("single_device", {}, "'single_device' gathers no weights"),
+        ("single_device", {"recipe": "rowwise"}, "are not those of whole weights"),
+    ],
+    ids=["one process", "another strategy", "another recipe"],
+)
+def test_where_nothing_is_gathered_in_float8_it_is_refused(strategy: Any, options: Any, words: str) -> None:
+    float8 = Float8Training(fp8_all_gather=True, emulate=True, **options)
+    run = trainer(callbacks=[float8], strategy=strategy)
+    refuses(lambda: run.fit(Blocks(), batches(12), batches(12)), "fp8_all_gather=True", words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"cpu_offload": True}, "cpu_offload=True"), ({"reshard_after_forward": 2}, "reshard_after_forward as a number")],
+)
+def test_options_of_fsdp_that_move_weights_stay_out(options: Any, words: str) -> None:
+    strategy = FSDPStrategy(**options)
+    strategy.processes = SimpleNamespace(world_size=4)  # type: ignore[assignment]
+    assert words in str(strategy.gather_weights_as({}))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -17,10 +18,14 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 import equipoise
 from equipoise import AdapterCheckpoints, ConfigurationError, Quantization, StepError
 from equipoise.app.compose import compose_values
-from equipoise.extensions.compiled.interop import compiling
 from equipoise.extensions.quantization.quantized_linear import quantized_layers
 from tests.extensions.quantization.qlora import QLoRA, blocks, difference, qllama, stored, tokens
-from tests.support.trainer_runs import trainer
+from tests.extensions.quantization.runs import fit
+from tests.support.equality import assert_equal
+from tests.support.lowering import lowering
+from tests.support.trainer_runs import refuses, trainer
+
+__all__ = ["lowering"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -38,102 +43,89 @@ class Validated(QLoRA):
         self.losses.append(float(self.training_step(batch, batch_idx)))
 
 
-def fit(module: QLoRA, kind: Any = "nf4", **options: Any) -> QLoRA:
-    trainer(callbacks=[Quantization(kind)], **options).fit(module, tokens())
-    return module
+def trained(kind: Any = "nf4", module: Any = None, **options: Any) -> Any:
+    """Return a module that was trained for one epoch with quantised base weights."""
+    return fit(module or QLoRA(), Quantization(kind), **options)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_those_at_the_stored_values(kind: str, precision: Any) -> None:
-    module = fit(QLoRA(), kind, precision=precision)
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *(("nf4", "64-true"), ("nf4", "bf16-mixed"), ("fp4", "32-true")),
+        *(("int8", "32-true"), ("int8", "64-true"), ("int8", "bf16-mixed")),
+    ],
+)
+def test_adapters_are_those_of_a_training_at_the_stored_values(kind: str, precision: Any) -> None:
+    module = trained(kind, precision=precision)
     assert len(quantized_layers(module)) == 5
     plain = QLoRA()
     for name, layer in quantized_layers(module).items():
         plain.get_submodule(name).weight.data = layer.values()  # type: ignore[union-attr]
-    trainer(precision=precision).fit(plain, tokens())
+    fit(plain, precision=precision)
     assert difference(module, plain) == 0
     assert difference(module, QLoRA()) > 0.01
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_values_are_those_of_the_library(precision: Any) -> None:
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    for kind in KINDS:
-        module = QLoRA().to(dtype)
-        weight = module.get_parameter("model.base_model.model.1.up.base_layer.weight").detach().clone()
-        fit(module, kind, precision=precision)
-        values = quantized_layers(module)["model.base_model.model.1.up.base_layer"].values()
-        if kind == "int8":
-            layer = nn.Linear(64, 128, bias=False, dtype=dtype)
-            layer.weight = nn.Parameter(weight)
-            quantize_(layer, Int8WeightOnlyConfig())
-            assert torch.equal(values.to(dtype), layer.weight.dequantize())
-        else:
-            packed, state = quantize_4bit(weight, quant_type=kind, blocksize=64, compress_statistics=True)
-            assert torch.equal(values, dequantize_4bit(packed, state))
-
-
 @pytest.mark.parametrize("kind", KINDS)
+def test_stored_values_are_those_of_the_library(kind: Any, precision: Any) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    module = QLoRA().to(dtype)
+    weight = module.get_parameter("model.base_model.model.1.up.base_layer.weight").detach().clone()
+    trained(kind, module, precision=precision)
+    values = quantized_layers(module)["model.base_model.model.1.up.base_layer"].values()
+    if kind == "int8":
+        layer = nn.Linear(64, 128, bias=False, dtype=dtype)
+        layer.weight = nn.Parameter(weight)
+        quantize_(layer, Int8WeightOnlyConfig())
+        assert torch.equal(values.to(dtype), layer.weight.dequantize())
+    else:
+        packed, state = quantize_4bit(weight, quant_type=kind, blocksize=64, compress_statistics=True)
+        assert torch.equal(values, dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_base_weights_stay_as_they_are(kind: Any) -> None:
-    module = QLoRA()
-    trainer(callbacks=[Quantization(kind)], max_steps=0, max_epochs=None).fit(module, tokens())
+    module = trained(kind, max_steps=0, max_epochs=None)
     before = copy.deepcopy(stored(module))
     assert any(value.dtype in (torch.uint8, torch.int8) for value in before.values())
-    fit(module, kind)
-    assert stored(module).keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in stored(module).items())
+    trained(kind, module)
+    assert_equal(before, stored(module))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_evaluations_see_the_layers_that_train(kind: Any) -> None:
     module = Validated()
-    run = trainer(callbacks=[Quantization(kind)], num_sanity_val_steps=0)
-    run.fit(module, tokens(), tokens())
-    alone = fit(QLoRA(), kind)
+    trainer(callbacks=[Quantization(kind)], num_sanity_val_steps=0).fit(module, tokens(), tokens())
+    alone = trained(kind, precision="32-true")
     assert difference(module, alone) == 0
     with torch.no_grad():
-        expected = [float(alone.training_step(batch, 0)) for batch in tokens()]
-    assert module.losses == expected
+        assert module.losses == [float(alone.training_step(batch, 0)) for batch in tokens()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_compute_the_same(kind: str) -> None:
-    model = fit(QLoRA(), kind).model
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_copies_and_conversions_keep_the_stored_weights(kind: str) -> None:
+    model = trained(kind).model
     batch = next(iter(tokens()))[0]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert len(quantized_layers(other)) == 5
         assert torch.equal(other(batch), model(batch))
-
-
-def test_a_conversion_leaves_the_stored_weights_alone() -> None:
-    for kind in KINDS:
-        module = fit(QLoRA(), kind)
-        before = {name: layer.values() for name, layer in quantized_layers(module).items()}
-        module.half().double()
-        assert all(torch.equal(layer.values(), before[name]) for name, layer in quantized_layers(module).items())
+    before = {name: layer.values() for name, layer in quantized_layers(model).items()}
+    model.half().double()
+    assert_equal(before, {name: layer.values() for name, layer in quantized_layers(model).items()})
 
 
 def test_the_graph_keeps_no_weight_as_floats() -> None:
-    module = fit(QLoRA(), "int8")
+    module = trained("int8")
     kept: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         module.training_step(next(iter(tokens(5))), 0)
-    weights = [tensor for tensor in kept if tensor.numel() == 64 * 128]
     # The first layer needs no gradient of its input.
-    assert len(weights) == 3
-    assert {tensor.dtype for tensor in weights} == {torch.int8}
+    assert [tensor.dtype for tensor in kept if tensor.numel() == 64 * 128] == [torch.int8] * 3
 
 
 def test_gradients_of_inputs_and_biases() -> None:
-    layer = quantized_layers(fit(QLoRA(), "int8", precision="64-true"))["model.base_model.model.1.up.base_layer"]
+    layer = quantized_layers(trained("int8"))["model.base_model.model.1.up.base_layer"]
     layer.bias.requires_grad_(True)
     features = torch.randn(2, 3, 64, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda x, _: layer(x), (features, layer.bias))
@@ -142,7 +134,7 @@ def test_gradients_of_inputs_and_biases() -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_adapters_are_merged_into_whole_layers(kind: str, precision: Any) -> None:
-    module = fit(QLoRA(), kind, precision=precision).eval()
+    module = trained(kind, precision=precision).eval()
     batch = next(iter(tokens()))[0]
     expected = module(batch)
     with pytest.raises(RuntimeError):
@@ -157,41 +149,38 @@ def test_adapters_are_merged_into_whole_layers(kind: str, precision: Any) -> Non
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_llama_trains(kind: str) -> None:
-    module = fit(qllama(), kind)
+    module = trained(kind, qllama())
     assert len(quantized_layers(module)) == 15
     assert difference(module, qllama()) > 0.01
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_compiled_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Graphs run as torch has traced them, which takes less time. A step that stayed eager would warn.
-    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: graph.forward)
-    module = fit(QLoRA(), kind, compile=True)
-    torch.compiler.reset()
-    assert difference(module, fit(QLoRA(), kind)) < 1e-6
+def test_compiled_steps_have_the_same_adapters(kind: Any) -> None:
+    # A step that stayed eager would warn.
+    compiled = trained(kind, precision="32-true", compile=True)
+    assert difference(compiled, trained(kind, precision="32-true")) < 1e-6
 
 
-def test_what_is_chosen() -> None:
+def test_which_layers_are_quantised() -> None:
     module = QLoRA()
     head: Any = module.model.get_submodule("base_model.model.3")
     head.requires_grad_(True)
-    assert fit(module).model.get_submodule("base_model.model.3") is head
+    assert trained(module=module).model.get_submodule("base_model.model.3") is head
     named = Quantization("int8", layers=["*.1.*"], exclude=["*.down"])
-    trainer(callbacks=[named]).fit(QLoRA(), tokens())
+    fit(QLoRA(), named)
     assert named.quantized == ("model.base_model.model.1.up.base_layer",)
     tied: Any = QLoRA()
     tied.model.base_model.model[3].weight = tied.model.base_model.model[0].weight
-    fit(tied)
-    assert len(quantized_layers(tied)) == 4
+    assert len(quantized_layers(trained(module=tied))) == 4
 
 
-def test_hooks_stay() -> None:
+def test_hooks_of_a_layer_are_called() -> None:
     module = QLoRA()
-    head: Any = module.model.get_submodule("base_model.model.3")
     calls: list[nn.Module] = []
-    head.register_forward_hook(lambda layer, *_: calls.append(layer))
-    fit(module, "int8")
+    module.model.get_submodule("base_model.model.3").register_forward_hook(lambda layer, *_: calls.append(layer))
+    trained("int8", module)
     assert [type(layer).__name__ for layer in calls] == ["QuantizedLinear"] * 3
 
 
@@ -204,14 +193,14 @@ class Decomposed(QLoRA):
         self.model = get_peft_model(blocks(), config)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_nobody_takes_the_integers_for_values(kind: str) -> None:
     with pytest.raises(RuntimeError, match="size of tensor"):
-        fit(Decomposed(), kind)
+        trained(kind, Decomposed())
 
 
 def test_frozen_adapters_stay_whole(tmp_path: Path) -> None:
-    fit(QLoRA(), "int8").model.save_pretrained(tmp_path)
+    trained("int8").model.save_pretrained(tmp_path)
     module = Validated()
     module.model = PeftModel.from_pretrained(blocks(), tmp_path)
     assert not any(parameter.requires_grad for parameter in module.parameters())
@@ -240,65 +229,47 @@ def test_blocks_of_torch_stay_whole() -> None:
     assert len(quantized_layers(module)) == 5
 
 
-class Untrained(QLoRA):
-    """Trains the whole base model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.requires_grad_(True)
-
-
-class OnMeta(QLoRA):
-    """Has no values yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.to("meta")
+def untrained() -> QLoRA:
+    module = QLoRA()
+    module.model.requires_grad_(True)
+    return module
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "callbacks", "message"),
+    ("make", "arguments", "options", "words"),
     [
-        (Untrained, {}, [], "nothing to quantise: none of 13 linear layers"),
-        (OnMeta, {}, [], "on the meta device"),
-        (QLoRA, {"layers": ["*.up.base"]}, [], r"'\*\.up\.base' matches no linear layer"),
-        (QLoRA, {}, [EMAWeightAveraging()], "EMAWeightAveraging computes the mean of all weights"),
-        (QLoRA, {}, [StochasticWeightAveraging(0.1)], "StochasticWeightAveraging computes the mean"),
-        (QLoRA, {"blocksize": 63}, [], "cpu cannot compute with such weights: .*63"),
+        (untrained, {}, {}, "nothing to quantise: none of 13 linear layers"),
+        (lambda: QLoRA().to("meta"), {}, {}, "on the meta device"),
+        (QLoRA, {"layers": ["*.up.base"]}, {}, "'*.up.base' matches no linear layer"),
+        (QLoRA, {}, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging computes the mean of all weights"),
+        (QLoRA, {}, {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging computes the mean"),
+        (QLoRA, {"blocksize": 63}, {}, "cpu cannot compute with such weights: "),
+        (QLoRA, {}, {"strategy": "ensemble"}, "does not go with strategy='ensemble'"),
+        (QLoRA, {"kind": "int4"}, {}, "kind is one of 'nf4', 'fp4', 'int8', not 'int4'"),
+        (QLoRA, {"layers": "up"}, {}, "is a list of names"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refused_before_training(module: Any, options: Any, callbacks: Any, message: str) -> None:
-    run = trainer(callbacks=[Quantization(**options), *callbacks])
-    with pytest.raises(ConfigurationError, match=message):
-        run.fit(module(), tokens())
+def test_what_cannot_be_quantised_is_refused_before_training(
+    make: Any, arguments: Any, options: Any, words: str
+) -> None:
+    def run() -> None:
+        callbacks = [Quantization(**arguments), *options.get("callbacks", [])]
+        trainer(**{"devices": 1, **options, "callbacks": callbacks}).fit(make(), tokens())
 
-
-def test_strategies_that_do_not_go_with_it() -> None:
-    run = trainer(callbacks=[Quantization()], strategy="ensemble", devices=1)
-    with pytest.raises(ConfigurationError, match="does not go with strategy='ensemble'"):
-        run.fit(QLoRA(), tokens())
+    refuses(run, words)
 
 
 def test_an_input_of_integers_is_refused() -> None:
-    layer = quantized_layers(fit(QLoRA()))["model.base_model.model.3"]
+    layer = quantized_layers(trained())["model.base_model.model.3"]
     with pytest.raises(StepError, match=r"received torch\.uint8"):
         layer(torch.zeros(1, 64, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kind": "int4"}, "kind is one of 'nf4', 'fp4', 'int8', not 'int4'"),
-        ({"layers": "up"}, "is a list of names"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        Quantization(**arguments)
-
-
 @pytest.mark.parametrize(("kind", "package"), [("nf4", "bitsandbytes"), ("int8", "torchao")])
-def test_a_missing_package(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_installation(
+    kind: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigurationError, match=rf"{package}: pip install 'equipoise\[finetuning\]'"):
         Quantization(kind)
