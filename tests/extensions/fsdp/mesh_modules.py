@@ -19,9 +19,8 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import SGD
 from torchmetrics import MeanMetric, SumMetric
 
+from tests.extensions.fsdp.modules import ByHand, Matrices, Weighted
 from tests.extensions.fsdp.programs import Net
-from tests.extensions.fsdp.test_transparency import ByHand, Weighted
-from tests.extensions.fsdp.test_whole_matrices import Matrices
 
 
 def cut_blocks(module: Any) -> None:
@@ -272,11 +271,7 @@ class CutMatrices(Matrices, Cut):
     pass
 
 
-def averaged() -> dict[str, Any]:
-    return {"callbacks": [EMAWeightAveraging(decay=0.9)]}
-
-
-# The module on one device, the one on a mesh, and the options of the trainer.
+# The module on one device, the one on a mesh, and the options of `outcome`.
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "clipped, and fitted again": (Net, Cut, {"gradient_clip_val": 0.05, "again": True}),
     "clipped by value": (Net, Cut, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
@@ -288,7 +283,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "by hand": (ByHand, CutByHand, {"count": 48, "again": True}),
     "counted once": (Counting, CutCounting, {}),
     "stepped by Muon": (Matrices, CutMatrices, {}),
-    "averaged": (Net, Cut, {"more": averaged}),
+    "averaged": (Net, Cut, {"callbacks": [EMAWeightAveraging(decay=0.9)]}),
     "a sequence in parts": (WithoutDropout, CutSequence, {"again": True}),
 }
 # Random numbers: where processes compute one batch together, they draw those of one device.

@@ -1,16 +1,22 @@
-"""Modules that are trained in shards, and several runs in one launch of processes, which costs more than a run."""
+"""A network that is trained in shards, and several runs in one launch of processes, which costs more than a run."""
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import lightning as L
+import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import FSDPStrategy, Trainer
 from equipoise.strategies.distributed.process_group import ProcessGroup
 from tests.support import quiet
+from tests.support.equality import assert_equal
 
 __all__ = [
     "FEATURES",
@@ -18,14 +24,19 @@ __all__ = [
     "STEP",
     "Block",
     "Net",
+    "SavesAfter",
+    "Way",
     "assert_close",
-    "assert_each_close",
+    "assert_refused_in_processes",
+    "assert_same_in_processes",
     "errors_of",
     "fit",
     "fsdp",
+    "group",
     "in_processes",
     "loader",
     "make",
+    "outcome",
     "weights_of",
 ]
 
@@ -133,36 +144,21 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 def assert_close(expected: dict[str, Any], actual: dict[str, Any], tolerance: float = 1e-12) -> None:
     """Assert that numbers and tensors by name agree."""
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        difference = torch.as_tensor(value).double() - torch.as_tensor(actual[name]).double()
-        # Not a number is a difference, too.
-        assert float(difference.abs().max()) <= tolerance, name
+    assert_equal(dict(expected), dict(actual), tolerance)
 
 
-def assert_each_close(
-    expected: Callable[[str], dict[str, Any]], outcomes: dict[str, dict[str, Any]], tolerance: float = 1e-12
-) -> None:
-    """Assert that the numbers and tensors of several cases agree, by the name of the case."""
-    for name, values in outcomes.items():
-        try:
-            assert_close(expected(name), values, tolerance)
-        except AssertionError as error:
-            error.add_note(f"in the case {name!r}")
-            raise
-
-
-def errors_of(runs: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Return the class, the message and the notes of the error in which each run ends."""
-    found = {}
-    for name, run in runs.items():
-        try:
-            run()
-        except Exception as error:
-            found[name] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        else:
-            raise AssertionError(f"{name!r} is not refused")
-    return found
+def outcome(
+    kind: Callable[[], Any], strategy: Any = "single_device", processes: int = 1, *, again: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Return all weights and logged values of a fit, the predictions after it, and, if asked, those of a second fit."""
+    options = copy.deepcopy(options)
+    module, trainer = fit(kind, strategy, processes, **options)
+    values = {f"first {name}": value for name, value in {**trainer.callback_metrics, **weights_of(module)}.items()}
+    values["predictions"] = torch.cat(trainer.predict(module, loader(7, 3)) or [])  # type: ignore[arg-type]
+    if not again:
+        return values
+    module, trainer = fit(kind, strategy, processes, **{**options, "max_epochs": 1, "module": module})
+    return {**values, **trainer.callback_metrics, **weights_of(module)}
 
 
 def in_processes(count: int, function: Callable[[], Any]) -> Any:
@@ -174,3 +170,91 @@ def in_processes(count: int, function: Callable[[], Any]) -> Any:
 
 def _nothing() -> None:
     pass
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+Calls = Mapping[str, Callable[[], Any]]
+
+
+def _results(calls: Calls) -> dict[str, Any]:
+    return {name: call() for name, call in calls.items()}
+
+
+def assert_same_in_processes(count: int, expected: Calls, calls: Calls, tolerance: float = 1e-12) -> None:
+    """Assert that calls by name return in one launch of processes what their counterparts return in this process.
+
+    Args:
+        count: The number of processes.
+        expected: What is called in this process, by the names of all calls or more.
+        calls: What is called in each process.
+        tolerance: Largest difference of the numbers that are returned.
+    """
+    for name, result in in_processes(count, partial(_results, calls)).items():
+        assert_equal(expected[name](), result, tolerance, title=f"Results of {name!r}")
+
+
+def errors_of(runs: Calls) -> dict[str, str]:
+    """Return the class, the message and the notes of the error in which each run ends; the same in all processes."""
+    found = {}
+    for name, run in runs.items():
+        try:
+            run()
+        except Exception as error:
+            found[name] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        else:
+            raise AssertionError(f"{name!r} is not refused")
+    return found
+
+
+def assert_refused_in_processes(count: int, runs: Calls, words: Mapping[str, str | Sequence[str]]) -> None:
+    """Assert that each run ends with an error in whose class, message and notes words stand, in one launch."""
+    found = in_processes(count, partial(errors_of, runs))
+    assert found.keys() == words.keys()
+    for name, error in found.items():
+        parts = [words[name]] if isinstance(words[name], str) else words[name]
+        missing = [part for part in parts if part not in error]
+        assert not missing, f"{name}: {missing} not in {error}"
+
+
+# Checkpoints
+
+
+class SavesAfter(Callback):
+    """Saves once, behind a batch of an epoch."""
+
+    def __init__(self, path: Path | str, batch: int, epoch: int = 0) -> None:
+        self.path = path
+        self.place = (epoch, batch)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == self.place:
+            trainer.save_checkpoint(self.path)
+
+
+class Way(NamedTuple):
+    """A way to train one network.
+
+    Attributes:
+        kind: The module.
+        strategy: Options of `FSDPStrategy`, or another strategy.
+        processes: The number of devices.
+        batches: The number of batches that a step shares out.
+    """
+
+    kind: Callable[[], Any]
+    strategy: Any
+    processes: int
+    batches: int
+
+    def fit(self, writer: "Way | None" = None, **options: Any) -> Any:
+        """Train with batches of the size of this way, or of the one that has written the checkpoint."""
+        strategy = fsdp(**self.strategy) if isinstance(self.strategy, dict) else copy.deepcopy(self.strategy)
+        batch_size = STEP // (writer or self).batches
+        return fit(self.kind, strategy, self.processes, batch_size=batch_size, **options)[0]

@@ -11,25 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.extensions.fsdp.programs import FEATURES, Net, assert_each_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.modules import Attention, ByHand, Marked, Tied, Unused, Weighted
+from tests.extensions.fsdp.programs import FEATURES, Net, assert_same_in_processes, fsdp, outcome
 from tests.support.all_cases import dealt
 
 # Modules
-
-
-class Tied(Net):
-    """Two blocks share a weight, and the last layer shares one with the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].up.weight = self.blocks[1].up.weight
-        self.back = nn.Linear(7, FEATURES, bias=False)
-        self.back.weight = nn.Parameter(self.first.weight.detach().clone().T.contiguous())
-        self.again = nn.Linear(FEATURES, 7, bias=False)
-        self.again.weight = self.first.weight
-
-    def forward(self, features: Tensor) -> Tensor:
-        return super().forward(features + self.back(self.again(features)))
 
 
 class Frozen(Net):
@@ -56,31 +42,6 @@ class Thawed(Net):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Unused(Net):
-    """A layer that no step uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(3, 3)
-
-
-class Attention(Net):
-    """Torch's own blocks, which read some of their weights without calling the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(1, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return super().forward(self.encoder(self.embedding(features.unsqueeze(-1)))[:, 0])
-
-    def configure_optimizers(self) -> Any:
-        # The gradient of a bias of the keys is zero but for rounding, and Adam would make a step of that.
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Recurrent(Net):
     """A layer that keeps a second list of its weights."""
 
@@ -90,21 +51,6 @@ class Recurrent(Net):
 
     def forward(self, features: Tensor) -> Tensor:
         return super().forward(self.lstm(features.unsqueeze(1))[0][:, 0])
-
-
-class ByHand(Net):
-    """Optimises by hand, and steps every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 class Alternating(ByHand):
@@ -183,31 +129,6 @@ class SwitchedOnce(Net):
         self.log("trained", float(self.first.weight.requires_grad), on_step=False, on_epoch=True)
 
 
-class Weighted(Net):
-    """The mean over marked samples, whose number is the weight; some batches have none."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        marked = batch[1][:, 0] > 0.8
-        losses = (self(batch[0]) - batch[1])[:, 0] ** 2
-        weight = marked.sum()
-        return {"loss": (losses * marked).sum() / weight.clamp(min=1), "loss_weight": int(weight)}
-
-
-class Marked(Net):
-    """Its optimiser groups parameters by an attribute that they have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.blocks.parameters():
-            parameter.no_decay = True  # type: ignore[attr-defined]
-
-    def configure_optimizers(self) -> Any:
-        marked = [parameter for parameter in self.parameters() if hasattr(parameter, "no_decay")]
-        others = [parameter for parameter in self.parameters() if not hasattr(parameter, "no_decay")]
-        groups = [{"params": marked, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
-        return torch.optim.AdamW(groups, lr=0.01)
-
-
 class WithoutIndex(Net):
     """Its steps take the batch alone."""
 
@@ -268,35 +189,15 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def outcome(kind: Callable[[], Any], options: dict[str, Any], strategy: Any, processes: int) -> dict[str, Any]:
-    """Fit, and return all weights and values; with the option `again`, fit once more."""
-    options = dict(options)
-    again = options.pop("again", False)
-    module, trainer = fit(kind, strategy, processes, **options)
-    values = {f"{name} in fit": float(value) for name, value in trainer.callback_metrics.items()}
-    values |= {f"first {name}": value for name, value in weights_of(module).items()}
-    if not again:
-        return values
-    module, trainer = fit(kind, strategy, processes, **{**options, "max_epochs": 1, "module": module})
-    values |= {f"{name} in the second fit": float(value) for name, value in trainer.callback_metrics.items()}
-    return values | weights_of(module)
-
-
 @cache
 def on_one_device(case: str) -> dict[str, Any]:
-    kind, options = CASES[case]
-    return outcome(kind, options, "single_device", 1)
+    kind, options = CASES[case if case in CASES else "plain"]
+    return outcome(kind, **options)
 
 
-def run_all(processes: int, replicas: int, cases: list[str], strategies: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the outcomes of all cases; called in every process."""
-    outcomes = {}
-    for case in cases:
-        kind, options = CASES[case]
-        outcomes[case] = outcome(kind, options, fsdp(replicas=replicas), processes)
-    for name in strategies:
-        outcomes[name] = outcome(Net, {"again": True}, fsdp(replicas=replicas, **STRATEGIES[name]), processes)
-    return outcomes
+def under_fsdp(case: str, processes: int, replicas: int) -> dict[str, Any]:
+    kind, options = CASES[case if case in CASES else "plain"]
+    return outcome(kind, fsdp(replicas=replicas, **STRATEGIES.get(case, {})), processes, **options)
 
 
 EVERYTHING = [*CASES, *STRATEGIES]
@@ -318,9 +219,8 @@ def covering() -> list[Any]:
 
 
 @pytest.mark.parametrize(("processes", "replicas", "names"), covering())
-def test_training_equals_that_of_one_device(processes: int, replicas: int, names: list[str]) -> None:
-    cases = [name for name in names if name in CASES]
-    strategies = [name for name in names if name in STRATEGIES]
-    outcomes = in_processes(processes, partial(run_all, processes, replicas, cases, strategies))
-    assert outcomes.keys() == set(names)
-    assert_each_close(lambda name: on_one_device(name if name in CASES else "plain"), outcomes)
+def test_training_in_shards_equals_that_of_one_device(processes: int, replicas: int, names: list[str]) -> None:
+    expected = {name: partial(on_one_device, name) for name in names}
+    assert_same_in_processes(
+        processes, expected, {name: partial(under_fsdp, name, processes, replicas) for name in names}
+    )

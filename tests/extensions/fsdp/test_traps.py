@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchmetrics import MeanMetric
 
-from equipoise import ConfigurationError, FSDPStrategy, MemoryLogger, NoGradEvaluation, OOMRecovery, Trainer
-from equipoise.extensions.fsdp.units import choose_units
+from equipoise import MemoryLogger, NoGradEvaluation, OOMRecovery, Trainer
+from tests.extensions.fsdp.modules import Attention, Overflows, Tied, Unused
 from tests.extensions.fsdp.programs import (
     QUIET,
     Net,
     assert_close,
+    assert_refused_in_processes,
+    assert_same_in_processes,
     fit,
     fsdp,
     in_processes,
@@ -27,13 +29,9 @@ from tests.extensions.fsdp.programs import (
     make,
     weights_of,
 )
-from tests.extensions.fsdp.test_transparency import Attention, Tied, Unused
+from tests.support.equality import assert_equal
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`fit\(ckpt_path='last'\)`")
-
-
-def rank_of(module: Any) -> int:
-    return module.trainer.global_rank
 
 
 # Processes that have nothing to learn from
@@ -115,7 +113,7 @@ class LeavesUnitOut(Net):
     def forward(self, features: Tensor) -> Tensor:
         hidden = self.first(features)
         for number, block in enumerate(self.blocks):
-            if not (number == self.left_out and rank_of(self) == 1):
+            if not (number == self.left_out and self.global_rank == 1):
                 hidden = block(hidden)
         return self.last(hidden)
 
@@ -143,81 +141,8 @@ class UsesWeightInHook(UsesWeightElsewhere):
         nn.functional.linear(torch.ones(7, dtype=torch.float64), self.blocks[1].up.weight)
 
 
-def error_of(kind: Callable[[], Any], **options: Any) -> str:
-    strategy = options.pop("strategy", None) or fsdp(**options.pop("strategy_options", {}))
-    try:
-        fit(kind, strategy, 2, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def values(kind: Callable[[], Any], strategy: Any, processes: int, **options: Any) -> dict[str, Any]:
+def values(kind: Callable[[], Any], strategy: Any = "single_device", processes: int = 1, **options: Any) -> Any:
     return weights_of(fit(kind, strategy, processes, **options)[0])
-
-
-NONES = [NoneBehindTheNetwork, NoneBeforeTheNetwork, NoneBehindAtFirst, InfiniteStandIn, NoneEverywhere]
-PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
-MISTAKES = [LeavesUnitOut, LeavesLastUnitOut, UsesWeightInHook]
-
-
-def run_often() -> dict[str, Any]:
-    """Return the results of those runs that are repeated at every change; called in two processes."""
-    results: dict[str, Any] = {}
-    for kind in NONES:
-        results[kind.__name__] = values(kind, fsdp(), 2, count=48, max_epochs=1)
-    results["way back"] = way_back()
-    results["evaluations"] = evaluations(fsdp(), 2)
-    for kind in MISTAKES:
-        results[kind.__name__] = error_of(kind)
-    results["early optimizer"] = error_of(EarlyOptimizer)
-    results["no loss before"] = error_of(NoneWithoutLossBefore)
-    return results
-
-
-def run_rarely() -> dict[str, Any]:
-    """Return the results of the other runs; called in two processes."""
-    results: dict[str, Any] = {}
-    for name, run in RUNS.items():
-        results[name] = run(fsdp(), 2)
-    for precision in PRECISIONS:
-        for name, strategy in (("fsdp", fsdp()), ("ddp", "ddp")):
-            results[f"{name} {precision}"] = values(Net, strategy, 2, precision=precision)
-    results["overflow"] = values(Overflows, fsdp(), 2, precision="16-mixed")
-    results["overflow under ddp"] = values(Overflows, "ddp", 2, precision="16-mixed")
-    results["weight in attention"] = values(Attention, fsdp(units=["**.out_proj"]), 2)
-    results["running out of memory"] = error_of(RunsOut, callbacks=[OOMRecovery("raise")])
-    results["recovery from running out"] = error_of(Net, callbacks=[OOMRecovery()])
-    evaluation = NoGradEvaluation(
-        loader(7, 3), every_n_epochs=1, collect=True, forward=lambda module, batch: module(batch[0])
-    )
-    results["another evaluation"] = error_of(Net, callbacks=[evaluation])
-    return results
-
-
-@pytest.fixture(scope="module")
-def often() -> dict[str, Any]:
-    """Results of a launch, which costs more than a run; an error in one run is raised by each test."""
-    return in_processes(2, run_often)
-
-
-@pytest.fixture(scope="module")
-def rarely() -> dict[str, Any]:
-    """Results of another launch."""
-    return in_processes(2, run_rarely)
-
-
-# Runs
-
-
-class Overflows(Net):
-    """The gradient of a part of one weight overflows in float16, in one step: one process has that part."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 1:
-            loss = loss + self.last.bias.sum() * 0 + self.first.weight[0, 0] * 1e38
-        return loss
 
 
 class EarlyOptimizer(Net):
@@ -237,7 +162,7 @@ class RunsOut(Net):
 
 
 def way_back() -> dict[str, Any]:
-    """Return what is not as it was before a run."""
+    """Return what is not as it was before a run: classes, parameters, optimisers, hooks and attributes."""
     module = make(Tied)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     attributes = [set(vars(part)) for part in module.modules()]
@@ -246,7 +171,7 @@ def way_back() -> dict[str, Any]:
     again = dict(module.named_parameters(remove_duplicate=False))
     copy.deepcopy(module.blocks)
     pickle.dumps(module.blocks)
-    return {
+    left = {
         "classes": [type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule)],
         "parameters": [name for name, parameter in again.items() if parameter is not parameters[name]],
         "optimizer": [p for group in optimizer.param_groups for p in group["params"] if not _is_among(p, again)],
@@ -260,6 +185,7 @@ def way_back() -> dict[str, Any]:
         ],
         "steps": [name for name in vars(module) if name.endswith("_step")],
     }
+    return {name: found for name, found in left.items() if found}
 
 
 def _has_hooks(part: nn.Module) -> bool:
@@ -271,7 +197,7 @@ def _is_among(parameter: Tensor, parameters: dict[str, Tensor]) -> bool:
     return any(parameter is other for other in parameters.values())
 
 
-def inference_first(strategy: Any, processes: int) -> dict[str, Any]:
+def inference_first(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
     """Validate alone, where tensors are made in inference mode, then train the same module."""
     module = make(Net)
     trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, precision="64-true", **QUIET)
@@ -291,12 +217,12 @@ class LogsShards(Net):
         self.log("weight", self.last.weight.sum())
 
 
-def logged(strategy: Any, processes: int) -> dict[str, Any]:
+def logged(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
     _, trainer = fit(LogsShards, strategy, processes, count=48)
     return dict(trainer.callback_metrics)
 
 
-def evaluations(strategy: Any, processes: int) -> dict[str, Any]:
+def evaluations(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
     """Evaluate with a batch for one process more, and with one batch for all of them."""
     module = make(Net)
     results: dict[str, Any] = {}
@@ -309,8 +235,13 @@ def evaluations(strategy: Any, processes: int) -> dict[str, Any]:
 
 
 # Runs on any strategy and number of processes.
-RUNS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
-    "an unused weight": partial(values, Unused),
+NONES = [NoneBehindTheNetwork, NoneBeforeTheNetwork, NoneBehindAtFirst, InfiniteStandIn, NoneEverywhere]
+QUICK: dict[str, Callable[..., dict[str, Any]]] = {
+    **{kind.__name__: partial(values, kind, count=48, max_epochs=1) for kind in NONES},
+    "batches for some processes in evaluations": evaluations,
+}
+SLOW: dict[str, Callable[..., dict[str, Any]]] = {
+    "an unused weight, which does not decay": partial(values, Unused),
     "a weight that is used outside of its unit": partial(values, UsesWeightElsewhere),
     "evaluated in inference mode before": inference_first,
     "values of shards that are logged": logged,
@@ -319,138 +250,86 @@ RUNS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
 }
 
 
-# What they show
-
-
-@pytest.mark.parametrize("kind", NONES, ids=lambda kind: kind.__name__)
-def test_a_process_whose_step_returns_none_takes_part(kind: Any, often: dict[str, Any]) -> None:
-    """Its gradients count as zero, exactly, though its values are not finite, and it has no weight."""
-    assert_close(values(kind, "single_device", 1, count=48, max_epochs=1), often[kind.__name__])
-
-
-def test_an_idle_process_goes_through_the_network_in_evaluations(often: dict[str, Any]) -> None:
-    """Also in predictions, and where a process never has a batch."""
-    assert_close(evaluations("single_device", 1), often["evaluations"])
+@pytest.mark.parametrize("runs", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_steps_without_a_loss_and_other_traps_have_the_numbers_of_one_device(runs: dict[str, Any]) -> None:
+    """A process whose step returns None takes part with gradients of zero, though its values are not finite."""
+    assert_same_in_processes(2, runs, {name: lambda run=run: run(fsdp(), 2) for name, run in runs.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_the_same_as_on_one_device(name: str, rarely: dict[str, Any]) -> None:
-    assert_close(RUNS[name]("single_device", 1), rarely[name])
+def test_a_unit_whose_weight_attention_reads_without_a_call() -> None:
+    sharded = partial(values, Attention, fsdp(units=["**.out_proj"]), 2)
+    assert_same_in_processes(2, {"attention": partial(values, Attention)}, {"attention": sharded})
+
+
+def test_the_module_is_the_users_again_after_a_run() -> None:
+    assert in_processes(2, way_back) == {}
+
+
+def compare_with_ddp() -> None:
+    """Compare the bits of fsdp with those of ddp; called in each process."""
+    for kind, precision in ((Net, "32-true"), (Net, "bf16-mixed"), (Net, "16-mixed"), (Overflows, "16-mixed")):
+        of_ddp, of_fsdp = (values(kind, name, 2, precision=precision) for name in ("ddp", "fsdp"))
+        assert_equal(of_ddp, of_fsdp, title=f"{kind.__name__} in {precision}")
+        assert all(torch.isfinite(value).all() for value in of_fsdp.values())
 
 
 @pytest.mark.slow
-def test_a_unit_whose_weight_another_layer_reads(rarely: dict[str, Any]) -> None:
-    """Attention reads the weight of its last layer without calling it."""
-    assert_close(values(Attention, "single_device", 1), rarely["weight in attention"])
+def test_lower_precisions_and_skipped_steps_have_the_bits_of_ddp() -> None:
+    """Gloo has no PREMUL_SUM, which torch would take for float32. An overflow in a shard skips the step everywhere."""
+    in_processes(2, compare_with_ddp)
 
 
-@pytest.mark.slow
-def test_an_unused_weight_does_not_decay(rarely: dict[str, Any]) -> None:
-    """Torch could make gradients of zero where nobody has one, by which AdamW would let the weight decay."""
-    before = weights_of(make(Unused).double())
-    assert torch.equal(rarely["an unused weight"]["unused.weight"], before["unused.weight"])
+# What is refused
 
-
-def test_there_is_a_way_back(often: dict[str, Any]) -> None:
-    """Classes, hooks, attributes, parameters and optimisers are the user's again, so a module can be copied."""
-    assert not [name for name, left in often["way back"].items() if left]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_lower_precisions_have_the_bits_of_ddp(precision: str, rarely: dict[str, Any]) -> None:
-    """Gloo has no PREMUL_SUM, which torch would take for float32."""
-    results = rarely
-    assert_close(results[f"ddp {precision}"], results[f"fsdp {precision}"], 0.0)
-
-
-@pytest.mark.slow
-def test_an_overflow_in_one_shard_skips_the_step_everywhere(rarely: dict[str, Any]) -> None:
-    results = rarely
-    assert_close(results["overflow under ddp"], results["overflow"], 0.0)
-    assert all(torch.isfinite(value).all() for value in results["overflow"].values())
-
-
-@pytest.mark.parametrize(
-    ("kind", "parts"),
-    [
-        (
-            LeavesUnitOut,
-            [
-                "Rank 0 is about to compute blocks.1, while rank 1 is about to compute blocks.2",
-                "same order",
-                "common seed",
-            ],
-        ),
-        (LeavesLastUnitOut, ["Rank 0 is about to compute blocks.2, while rank 1 has ended"]),
-        (UsesWeightInHook, ["mixed torch.Tensor and DTensor"]),
-    ],
+EVALUATION = NoGradEvaluation(
+    loader(7, 3), every_n_epochs=1, collect=True, forward=lambda module, batch: module(batch[0])
 )
-def test_mistakes_are_named(kind: Any, parts: list[str], often: dict[str, Any]) -> None:
-    error = often[kind.__name__]
-    assert all(part in error for part in parts), error
+REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "leaves a unit out": (
+        LeavesUnitOut,
+        {},
+        ["Rank 0 is about to compute blocks.1, while rank 1 is about to compute blocks.2", "same order", "common seed"],
+    ),
+    "leaves the last one out": (LeavesLastUnitOut, {}, ["Rank 0 is about to compute blocks.2, while rank 1 has ended"]),
+    "uses a weight in a hook": (UsesWeightInHook, {}, ["mixed torch.Tensor and DTensor"]),
+    "an early optimiser": (
+        EarlyOptimizer,
+        {},
+        [
+            *("ConfigurationError: ", "SGD has no parameter of the sharded module"),
+            "Create it in `configure_optimizers`",
+        ],
+    ),
+    "no loss before": (
+        NoneWithoutLossBefore,
+        {},
+        [
+            *("StepError: ", "`training_step` returns a loss for no earlier batch either"),
+            "Return the loss multiplied by 0 instead of None.",
+        ],
+    ),
+    "out of memory": (
+        RunsOut,
+        {"callbacks": [OOMRecovery("raise")]},
+        ["OutOfMemoryError: ", "cannot do its step again alone"],
+    ),
+    "recovery": (
+        Net,
+        {"callbacks": [OOMRecovery()]},
+        ["ConfigurationError: ", "policy='split'", "cannot do its step again alone"],
+    ),
+    "another evaluation": (
+        Net,
+        {"callbacks": [EVALUATION]},
+        ["ConfigurationError: ", "NoGradEvaluation deals batches out unevenly", "equally often"],
+    ),
+}
 
 
-def test_a_step_without_loss_that_nothing_can_stand_in_for_is_refused(often: dict[str, Any]) -> None:
-    error = often["no loss before"]
-    assert error.startswith("StepError")
-    assert "`training_step` returns a loss for no earlier batch either" in error
-    assert "Return the loss multiplied by 0 instead of None." in error
-
-
-def test_an_optimizer_that_would_train_nothing_is_refused(often: dict[str, Any]) -> None:
-    error = often["early optimizer"]
-    assert error.startswith("ConfigurationError")
-    assert "SGD has no parameter of the sharded module" in error
-    assert "Create it in `configure_optimizers`" in error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "parts"),
-    [
-        ("running out of memory", ["OutOfMemoryError", "cannot do its step again alone"]),
-        ("recovery from running out", ["ConfigurationError", "policy='split'", "cannot do its step again alone"]),
-        ("another evaluation", ["ConfigurationError", "NoGradEvaluation deals batches out unevenly", "equally often"]),
-    ],
-)
-def test_refused_with_the_reason(case: str, parts: list[str], rarely: dict[str, Any]) -> None:
-    error = rarely[case]
-    assert all(part in error for part in parts), error
-
-
-# Units
-
-
-def test_patterns_name_parts_between_dots() -> None:
-    """Inner units come first, as torch shards them from the inside out."""
-    titles = [unit.title for unit in choose_units(Net(), ["blocks.*", "blocks.1.*", "**.norm"])]
-    inner = ["blocks.2.norm", "blocks.1.down", "blocks.1.up", "blocks.1.norm", "blocks.0.norm"]
-    assert titles == [*inner, "blocks.2", "blocks.1", "blocks.0", "(root)"]
-
-
-def test_classes_name_their_submodules() -> None:
-    """The layer that attention reads without a call is none, and a class of which there is no submodule names none."""
-    net = nn.Sequential(nn.MultiheadAttention(4, 1), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
-    assert [unit.title for unit in choose_units(net, [nn.Linear, nn.Conv1d])] == ["1.0", "2", "(root)"]
-
-
-def test_large_layers_are_units() -> None:
-    net = nn.Sequential(nn.Embedding(2**18, 5, device="meta"), nn.Linear(5, 5), nn.Linear(5, 2**18, device="meta"))
-    assert [unit.title for unit in choose_units(net)] == ["0", "2", "(root)"]
-
-
-def test_tied_weights_stay_with_the_root() -> None:
-    assert [unit.title for unit in choose_units(Tied())] == ["blocks.0", "(root)"]
-    with pytest.raises(ConfigurationError, match=r"blocks\.2\.up\.weight and blocks\.1\.up\.weight are the same"):
-        choose_units(Tied(), ["blocks.0", "blocks.2"])
-
-
-def test_a_weight_that_its_layer_does_not_use_itself_is_no_unit() -> None:
-    """The last layer of torch's attention is large enough for a unit, but nobody calls it."""
-    attention = nn.MultiheadAttention(1100, 2, device="meta")
-    assert [unit.title for unit in choose_units(nn.Sequential(attention))] == ["(root)"]
+def test_what_cannot_be_computed_in_shards_is_refused_with_the_reason() -> None:
+    runs = {name: partial(fit, kind, fsdp(), 2, **options) for name, (kind, options, _) in REFUSED.items()}
+    assert_refused_in_processes(2, runs, {name: words for name, (*_, words) in REFUSED.items()})
 
 
 # Runs that the trainer launches
@@ -536,22 +415,3 @@ def test_an_empty_module_takes_no_memory_before_it_is_sharded(processes: int, tm
         return module
 
     assert_close(weights_of(continued(empty=False)), weights_of(continued(empty=True)), 0.0)
-
-
-def test_arguments() -> None:
-    with pytest.raises(ConfigurationError, match="units must be 'auto' or a list"):
-        FSDPStrategy(units="blocks.*")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="replicas must be a whole number from 1, not 0"):
-        FSDPStrategy(replicas=0)
-    with pytest.raises(ConfigurationError, match="replicas=2 do not divide 3 processes"):
-        Trainer(strategy=FSDPStrategy(replicas=2), devices=["cpu"] * 3, **QUIET)
-    for processes in (1, 2):
-        with pytest.raises(ConfigurationError, match="cpu_offload=True moves shards from GPUs"):
-            Trainer(strategy=FSDPStrategy(cpu_offload=True), devices=["cpu"] * processes, **QUIET)
-    # Lightning's default.
-    for size in ("tensor", "context"):
-        assert not FSDPStrategy(**{size: 2, "cpu_offload": None}).cpu_offload
-    with pytest.raises(ConfigurationError, match=r"units='layers\.\*' matches no submodule"):
-        choose_units(Net(), ["layers.*"])
-    with pytest.raises(ConfigurationError, match="a unit needs parameters and a forward"):
-        choose_units(Net(), ["blocks"])

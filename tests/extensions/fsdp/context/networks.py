@@ -15,7 +15,19 @@ from torch.utils.data import DataLoader
 from equipoise import Trainer
 from tests.extensions.fsdp.programs import QUIET, weights_of
 
-__all__ = ["CASES", "ONE_ROW", "POSITIONS", "Attention", "Encoder", "Gpt", "Task", "fit", "of_transformers", "samples"]
+__all__ = [
+    "CASES",
+    "ONE_ROW",
+    "POSITIONS",
+    "Attention",
+    "CountedPositions",
+    "Encoder",
+    "Gpt",
+    "Task",
+    "fit",
+    "of_transformers",
+    "samples",
+]
 
 POSITIONS = 16
 TOKENS = 20
@@ -169,6 +181,14 @@ class Gpt(Embedded):
             run = partial(checkpoint, block, use_reentrant=False) if self.again else block
             hidden = run(hidden, batch["attention_mask"])
         return self.logits(hidden + self.perceptron(hidden))
+
+
+class CountedPositions(Gpt):
+    """Positions from the length of the input."""
+
+    def embed(self, batch: Any) -> Tensor:
+        positions = torch.arange(batch["input_ids"].size(1))
+        return self.tokens(batch["input_ids"]) + self.positions(positions)
 
 
 class Multihead(Embedded):

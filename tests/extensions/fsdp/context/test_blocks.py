@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise import ConfigurationError, StepError
+from equipoise import StepError
 from equipoise.extensions.fsdp.mesh.context.attention import attend
 from equipoise.extensions.fsdp.mesh.context.blocks.divided_blocks import DividedBlocks
 from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
@@ -29,8 +29,15 @@ from tests.extensions.fsdp.context.networks import (
     Weighted,
     fit,
 )
-from tests.extensions.fsdp.programs import assert_close, assert_each_close, errors_of, fsdp, in_processes
-from tests.extensions.fsdp.test_checkpoints import SavesAfter
+from tests.extensions.fsdp.programs import (
+    SavesAfter,
+    assert_close,
+    assert_refused_in_processes,
+    assert_same_in_processes,
+    fsdp,
+    in_processes,
+)
+from tests.support.trainer_runs import refuses
 
 # The bias of T5 is a view, which it does not change in place.
 pytestmark = pytest.mark.filterwarnings(
@@ -115,48 +122,36 @@ CASES: dict[str, tuple[Callable[[], Any], list[str], dict[str, Any]]] = {
     "unordered": (lambda: Unweighted(Unordered()), BLOCKS, {"accumulate_grad_batches": 2}),
     "weighted by hand": (lambda: Weighted(Convolving()), BLOCKS, {"accumulate_grad_batches": 2}),
     "layers of torch": (lambda: Task(Encoder()), ["network.encoder.layers"], {}),
+    "a bias of distances": (Read, ["network.encoder.block"], {}),
 }
 
 
-def run_all(processes: int, cases: list[str], **options: Any) -> dict[str, dict[str, Any]]:
-    outcomes = {}
-    for case in cases:
-        make, blocks, more = CASES[case]
-        outcomes[case] = fit(make, fsdp(context_blocks=blocks, **options), processes, **more)
-    return outcomes
-
-
-def on_one_device(case: str) -> dict[str, Any]:
-    make, _, options = CASES[case]
-    return fit(make, **options)
+PERCEPTRON = {"network.perceptron.1": "colwise", "network.perceptron.3": "rowwise"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "options"),
-    [(2, {"context": 2}), (4, {"context": 4}), (4, {"context": 2, "tensor": 2})],
+    ("processes", "options", "cases"),
+    [
+        (2, {"context": 2}, [*CASES]),
+        (4, {"context": 4}, [*CASES]),
+        (4, {"context": 2, "tensor": 2, "tensor_plan": PERCEPTRON}, ["with padding", "unordered"]),
+    ],
     ids=["context 2", "context 4", "context 2 x tensor 2"],
 )
-def test_training_equals_that_of_one_device(processes: int, options: dict[str, Any]) -> None:
-    cases = [*CASES]
-    if "tensor" in options:
-        options = {**options, "tensor_plan": {"network.perceptron.1": "colwise", "network.perceptron.3": "rowwise"}}
-        cases = ["with padding", "unordered"]
-    outcomes = in_processes(processes, partial(run_all, processes, cases, **options))
-    assert_each_close(on_one_device, outcomes, tolerance=1e-10)
-
-
-def read() -> dict[str, Any]:
-    return fit(Read, fsdp(context=2, context_blocks=["network.encoder.block"]), 2)
-
-
-@pytest.mark.slow
-def test_a_bias_of_distances() -> None:
-    assert_close(fit(Read), in_processes(2, read), tolerance=1e-10)
+def test_training_with_divided_blocks_equals_that_of_one_device(
+    processes: int, options: dict[str, Any], cases: list[str]
+) -> None:
+    expected, calls = {}, {}
+    for case in cases:
+        make, blocks, more = CASES[case]
+        expected[case] = partial(fit, make, **more)
+        calls[case] = partial(fit, make, fsdp(context_blocks=blocks, **options), processes, **more)
+    assert_same_in_processes(processes, expected, calls, tolerance=1e-10)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_within_a_window(tmp_path: Path) -> None:
+def test_a_run_continues_within_a_window_on_one_device(tmp_path: Path) -> None:
     path = tmp_path / "open.ckpt"
     make, blocks, options = CASES["weighted by hand"]
     strategy = fsdp(context=2, context_blocks=blocks)
@@ -259,18 +254,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str], dict[str, Any], str]] = {
 }
 
 
-def messages() -> dict[str, str]:
-    runs: dict[str, Any] = {}
-    for case, (make, blocks, options, _) in REFUSED.items():
-        runs[case] = partial(fit, make, fsdp(context=2, context_blocks=blocks), 2, count=8, **options)
-    return errors_of(runs)
-
-
 @pytest.mark.slow
-def test_what_cannot_be_divided_is_refused() -> None:
-    found = in_processes(2, messages)
-    for case, (*_, words) in REFUSED.items():
-        assert words in found[case], found[case]
+def test_blocks_that_cannot_be_divided_are_refused() -> None:
+    runs = {
+        case: partial(fit, make, fsdp(context=2, context_blocks=blocks), 2, count=8, **options)
+        for case, (make, blocks, options, _) in REFUSED.items()
+    }
+    assert_refused_in_processes(2, runs, {case: words for case, (*_, words) in REFUSED.items()})
 
 
 SQUARE = 8
@@ -319,17 +309,16 @@ def square() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_shapes_with_two_meanings() -> None:
+def test_shapes_that_may_be_of_a_part_or_a_whole() -> None:
     found = in_processes(2, square)
     assert max(found[name] for name in ("padding", "pairs", "memory")) < 1e-12
     assert "of shape [8, 8] in the argument 'seen'" in found["unnamed"]
     assert "has 4 positions, as many as each process has of sequences of 8" in found["memory like a part"]
 
 
-def test_attention_that_is_not_batch_first() -> None:
+def test_attention_that_is_not_batch_first_is_refused() -> None:
     network = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 2), 1)
-    with pytest.raises(ConfigurationError, match="Make its layers with batch_first=True"):
-        DividedBlocks(network, ["layers"], Mock())
+    refuses(lambda: DividedBlocks(network, ["layers"], Mock()), "Make its layers with batch_first=True")
 
 
 def attended() -> list[float]:
@@ -358,5 +347,5 @@ def attended() -> list[float]:
 
 
 @pytest.mark.slow
-def test_attention_over_any_length() -> None:
+def test_attention_over_any_length_equals_whole_attention() -> None:
     assert max(in_processes(2, attended)) < 1e-12

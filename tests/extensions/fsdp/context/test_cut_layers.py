@@ -11,9 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.extensions.fsdp.context.networks import CASES, POSITIONS, Gpt, Task, fit
-from tests.extensions.fsdp.context.test_refusals import CountedPositions
-from tests.extensions.fsdp.programs import assert_each_close, errors_of, fsdp, in_processes
+from tests.extensions.fsdp.context.networks import CASES, POSITIONS, CountedPositions, Gpt, Task, fit
+from tests.extensions.fsdp.programs import assert_refused_in_processes, assert_same_in_processes, fsdp, in_processes
 
 pytestmark = pytest.mark.slow
 
@@ -61,24 +60,12 @@ CUT: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
 }
 
 
-def gpt() -> Task:
-    return Task(Gpt())
-
-
-def run_all() -> dict[str, dict[str, Any]]:
-    outcomes = {}
+def test_training_on_divided_sequences_with_cut_layers_equals_that_of_one_device() -> None:
+    expected, calls = {}, {}
     for case, (make, plan, options) in CUT.items():
-        outcomes[case] = fit(make, fsdp(tensor=2, context=2, tensor_plan=plan), 4, **options)
-    return outcomes
-
-
-def on_one_device(case: str) -> dict[str, Any]:
-    make, _, options = CUT[case]
-    return fit(make, **options)
-
-
-def test_training_equals_that_of_one_device() -> None:
-    assert_each_close(on_one_device, in_processes(4, run_all), tolerance=1e-10)
+        expected[case] = partial(fit, make, **options)
+        calls[case] = partial(fit, make, fsdp(tensor=2, context=2, tensor_plan=plan), 4, **options)
+    assert_same_in_processes(4, expected, calls, tolerance=1e-10)
 
 
 class Dropping(Task):
@@ -97,7 +84,7 @@ class Dropping(Task):
 def dropped() -> Any:
     module = Dropping(Gpt())
     strategy = fsdp(tensor=2, context=2, tensor_plan=PERCEPTRON)
-    fit(gpt, strategy, 4, module=module, max_epochs=1, count=4)
+    fit(Gpt, strategy, 4, module=module, max_epochs=1, count=4)
     found: list[Any] = [None] * 4
     torch.distributed.all_gather_object(found, module.kept)
     return found
@@ -131,14 +118,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
 }
 
 
-def messages() -> dict[str, str]:
-    runs: dict[str, Any] = {}
-    for case, (make, plan, _) in REFUSED.items():
-        runs[case] = partial(fit, make, fsdp(tensor=2, context=2, tensor_plan=plan), 4, count=8)
-    return errors_of(runs)
-
-
-def test_what_differs_is_refused() -> None:
-    found = in_processes(4, messages)
-    for case, (*_, words) in REFUSED.items():
-        assert words in found[case], found[case]
+def test_what_cannot_be_computed_beside_cut_layers_is_refused() -> None:
+    runs = {
+        case: partial(fit, make, fsdp(tensor=2, context=2, tensor_plan=plan), 4, count=8)
+        for case, (make, plan, _) in REFUSED.items()
+    }
+    assert_refused_in_processes(4, runs, {case: words for case, (*_, words) in REFUSED.items()})

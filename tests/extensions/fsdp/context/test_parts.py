@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from equipoise import ConfigurationError, StepError, Trainer
+from equipoise import StepError, Trainer
 from equipoise.extensions.fsdp.mesh.context.divided_batch import divide
 from equipoise.extensions.fsdp.mesh.context.row_mode import RowMode
 from equipoise.extensions.fsdp.mesh.context.sequence_row import SequenceRow
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.programs import fsdp, in_processes
+from tests.support.trainer_runs import refuses
 
 MODULE: Any = SimpleNamespace()
 
@@ -40,7 +41,7 @@ def pieces() -> list[Any]:
     return of_all(row.positions(torch.device("cpu")).tolist())
 
 
-def test_parts_come_from_both_ends() -> None:
+def test_each_process_has_positions_of_both_ends() -> None:
     assert in_processes(2, pieces) == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     assert in_processes(3, pieces) == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
 
@@ -102,7 +103,7 @@ def dropped() -> list[Any]:
     return of_all(found)
 
 
-def test_only_dropout_that_drops_draws_numbers() -> None:
+def test_only_dropout_that_drops_draws_random_numbers() -> None:
     """It draws others in each process, and all processes go on with the same."""
     for (left, numbers), (left_there, numbers_there) in zip(*in_processes(2, dropped), strict=True):
         assert not torch.equal(left, left_there)
@@ -140,7 +141,7 @@ def losses() -> list[tuple[float, float]]:
     return found
 
 
-def test_means_count_the_labels_of_all_processes() -> None:
+def test_mean_losses_count_the_labels_of_all_processes() -> None:
     for expected, mean in in_processes(2, losses):
         assert mean == pytest.approx(expected, rel=1e-14)
 
@@ -165,7 +166,7 @@ def errors() -> list[str]:
     return found
 
 
-def test_batches_that_cannot_be_divided() -> None:
+def test_batches_that_cannot_be_divided_are_refused() -> None:
     words = [
         "no tensor of this one has two dimensions",
         "Sequences of 6 positions are not divided evenly: with context=2 the length is a multiple of 4",
@@ -177,13 +178,10 @@ def test_batches_that_cannot_be_divided() -> None:
         assert expected in message
 
 
-def test_processes_that_do_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match="times context=3 is not the number of processes, 4"):
-        Trainer(strategy=fsdp(context=3), devices=["cpu"] * 4)
-    with pytest.raises(ConfigurationError, match="tensor=2 times context=2 is not the number of processes, 2"):
-        Trainer(strategy=fsdp(context=2, tensor=2), devices=["cpu"] * 2)
-    with pytest.raises(ConfigurationError, match="compile=True compiles blocks of the network, but strategy='fsdp'"):
-        Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, compile=True).fit(Task(Gpt()), samples(4))  # type: ignore[arg-type]
+def test_compiled_blocks_are_refused() -> None:
+    run = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, compile=True)
+    words = "compile=True compiles blocks of the network, but strategy='fsdp'"
+    refuses(lambda: run.fit(Task(Gpt()), samples(4)), words)  # type: ignore[arg-type]
 
 
 def another(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -193,7 +191,7 @@ def another(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     return divide(batch, row, MODULE)["other"].shape
 
 
-def test_another_sequence_as_long_as_a_part() -> None:
+def test_another_sequence_as_long_as_a_part_is_refused() -> None:
     for shape, dtype in (((2, 8, 4), torch.float32), ((2, 8), torch.long)):
         with pytest.raises(StepError, match="has 8 positions, as many as each process has of sequences of 16"):
             another(shape, dtype)

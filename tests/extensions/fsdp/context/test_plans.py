@@ -83,7 +83,7 @@ def plan_of(make: Callable[[], nn.Module], devices: int = 2, **options: Any) -> 
 
 
 @pytest.mark.slow
-def test_peaks() -> None:
+def test_predicted_peaks_of_divided_sequences_are_those_of_real_steps() -> None:
     actual = in_processes(2, recorded)
     found = {}
     for (name, (make, options)), peak in zip(CASES.items(), actual, strict=True):
@@ -94,8 +94,7 @@ def test_peaks() -> None:
     assert found == {name: pytest.approx(1, abs=0.01) for name in CASES}
 
 
-def test_refusals() -> None:
-    """A part cannot be planned where it cannot be computed."""
+def test_a_plan_with_processes_that_context_does_not_divide_has_a_reason() -> None:
     three = plan_of(CASES["causal"][0], devices=3)
     assert three.reason is not None
     assert "context=2" in three.reason

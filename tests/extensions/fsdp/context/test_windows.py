@@ -1,13 +1,13 @@
 """Accumulation windows on divided sequences: saved while they are open, and parts of which some have no weight."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.extensions.fsdp.context.networks import Gpt, Task, Weighted, fit
-from tests.extensions.fsdp.programs import assert_close, fsdp, in_processes
-from tests.extensions.fsdp.test_checkpoints import SavesAfter
+from tests.extensions.fsdp.programs import SavesAfter, assert_close, assert_same_in_processes, fsdp
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")]
 
@@ -29,18 +29,17 @@ def run(kind: Any, mesh: str, **options: Any) -> dict[str, Any]:
     return fit(lambda: kind(Gpt()), chosen, processes, **options)
 
 
-@pytest.mark.parametrize("kind", [Task, Weighted])
 @pytest.mark.parametrize(
-    ("writer", "reader"),
+    ("kind", "writer", "reader"),
     [
-        ("context 2", "one device"),
-        ("context 2 x tensor 2", "context 2"),
-        ("one device", "context 2 x tensor 2"),
-        ("context 2, in folders", "both, in folders"),
-        ("both, in folders", "one device"),
+        (Weighted, "context 2", "one device"),
+        (Task, "context 2 x tensor 2", "context 2"),
+        (Weighted, "one device", "context 2 x tensor 2"),
+        (Task, "context 2, in folders", "both, in folders"),
+        (Weighted, "both, in folders", "one device"),
     ],
 )
-def test_a_run_goes_on_within_a_window(kind: Any, writer: str, reader: str, tmp_path: Path) -> None:
+def test_a_run_continues_within_a_window_on_another_mesh(kind: Any, writer: str, reader: str, tmp_path: Path) -> None:
     """Three batches were seen, of which the last has begun a window."""
     path = tmp_path / "open.ckpt"
     run(kind, writer, callbacks=[SavesAfter(path, 2)])
@@ -56,9 +55,6 @@ class Middle(Weighted):
         return {**batch, "shift_labels": labels}
 
 
-def weighted() -> dict[str, Any]:
-    return run(Middle, "context 2")
-
-
-def test_a_process_without_weight() -> None:
-    assert_close(run(Middle, "one device"), in_processes(2, weighted), tolerance=1e-10)
+def test_a_process_without_weight_counts_for_nothing() -> None:
+    runs = [{"weighted": partial(run, Middle, mesh)} for mesh in ("one device", "context 2")]
+    assert_same_in_processes(2, *runs, tolerance=1e-10)

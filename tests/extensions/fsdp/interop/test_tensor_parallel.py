@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
 
 from equipoise.extensions.fsdp.interop.tensor_parallel import forget_cuts, wait_as_default
-from tests.interop.distributed.test_fully_sharded import group
+from tests.extensions.fsdp.programs import group
 
 __all__ = ["group"]
 

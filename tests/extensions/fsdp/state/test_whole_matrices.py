@@ -8,24 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon
+from torch.optim import Muon
 
-from equipoise import Callback
 from equipoise.extensions.fsdp.state.whole_matrices import WholeMatrices
-from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.modules import Matrices
+from tests.extensions.fsdp.programs import (
+    STEP,
+    SavesAfter,
+    assert_close,
+    assert_same_in_processes,
+    fit,
+    fsdp,
+    in_processes,
+    weights_of,
+)
 
-
-class Matrices(Net):
-    """The matrices are stepped by Muon, and all else by AdamW; no step uses one of the matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(3, 3, bias=False)
-
-    def configure_optimizers(self) -> Any:
-        matrices = [parameter for parameter in self.parameters() if parameter.dim() == 2]
-        others = [parameter for parameter in self.parameters() if parameter.dim() != 2]
-        return Muon(matrices, lr=0.02), AdamW(others, lr=0.01)
+pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks", "ignore:The run began with")
 
 
 class Alone(Matrices):
@@ -58,46 +56,29 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-def trained(strategy: Callable[[], Any], processes: int) -> dict[str, dict[str, Tensor]]:
-    """The weights of each case, and the states of its optimisers after the fit."""
-    outcomes = {}
-    for name, (kind, options) in CASES.items():
-        module, trainer = fit(kind, strategy(), processes, **options)
-        outcomes[name] = weights_of(module)
-        for number, optimizer in enumerate(trainer.optimizers):
-            states = optimizer.state_dict()["state"]
-            for index, state in states.items():
-                outcomes[name] |= {f"{number}/{index}/{key}": value for key, value in state.items()}
-    return outcomes
+def trained(case: str, strategy: Any = "single_device", processes: int = 1) -> list[Any]:
+    """Return the weights, and the states of the optimisers after the fit."""
+    kind, options = CASES[case]
+    module, trainer = fit(kind, strategy, processes, **options)
+    states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+    assert states[0]
+    return [weights_of(module), states]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "replicas"), [(2, 1), (3, 1), (4, 2)])
-def test_training_equals_that_of_one_device(processes: int, replicas: int) -> None:
-    expected = trained(lambda: "single_device", 1)
-    outcomes = in_processes(processes, partial(trained, partial(fsdp, replicas=replicas), processes))
-    for name, values in expected.items():
-        assert any(key.startswith("0/") for key in values)
-        assert_close(values, outcomes[name])
+@pytest.mark.parametrize(("processes", "replicas"), [(3, 1), (4, 2)])
+def test_training_with_muon_equals_that_of_one_device(processes: int, replicas: int) -> None:
+    calls = {case: partial(trained, case, fsdp(replicas=replicas), processes) for case in CASES}
+    assert_same_in_processes(processes, {case: partial(trained, case) for case in CASES}, calls)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", ["full", "sharded"])
 def test_a_checkpoint_is_continued_on_one_device(checkpoints: str, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-
-    class Saves(Callback):
-        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(path)
-
-    def save() -> None:
-        fit(Matrices, fsdp(checkpoints=checkpoints), 2, callbacks=[Saves()])
-
-    in_processes(2, save)
-    expected, _ = fit(Matrices)
-    module, _ = fit(Matrices, ckpt_path=path)
-    assert_close(weights_of(expected), weights_of(module))
+    fit(Matrices, fsdp(checkpoints=checkpoints), 2, callbacks=[SavesAfter(path, 3)])
+    module, _ = fit(Matrices, batch_size=STEP // 2, ckpt_path=path)
+    assert_close(weights_of(fit(Matrices)[0]), weights_of(module))
 
 
 class Overflows(Matrices):
@@ -110,18 +91,15 @@ class Overflows(Matrices):
         return loss
 
 
-def overflowing(strategy: str, processes: int) -> list[dict[str, Tensor]]:
-    """The weights after one step, after two and after three."""
-    weights = []
-    for steps in (1, 2, 3):
-        module, _ = fit(Overflows, strategy, processes, precision="16-mixed", max_steps=steps, max_epochs=1)
-        weights.append(weights_of(module))
-    return weights
+def overflowing() -> list[dict[str, Tensor]]:
+    """Return the weights after one step, after two and after three."""
+    options: dict[str, Any] = {"precision": "16-mixed", "max_epochs": 1}
+    return [weights_of(fit(Overflows, "fsdp", 2, max_steps=steps, **options)[0]) for steps in (1, 2, 3)]
 
 
 @pytest.mark.slow
 def test_an_overflow_in_one_shard_skips_the_step_in_all_processes() -> None:
-    one, two, three = in_processes(2, partial(overflowing, "fsdp", 2))
+    one, two, three = in_processes(2, overflowing)
     assert_close(one, two, 0.0)
     assert not torch.equal(two["first.weight"], three["first.weight"])
     assert not torch.equal(two["last.bias"], three["last.bias"])
@@ -139,7 +117,7 @@ class Fails(Muon):
         return super().step(closure)
 
 
-def test_a_failed_step_leaves_no_state_of_what_was_gathered() -> None:
+def test_a_failed_step_leaves_no_state_of_gathered_matrices() -> None:
     matrices = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     for matrix in matrices:
         matrix.grad = torch.ones(2, 2)

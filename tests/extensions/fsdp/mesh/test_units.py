@@ -9,13 +9,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from equipoise import ConfigurationError, StepError, Trainer
+from equipoise import ConfigurationError, StepError
 from equipoise.extensions.fsdp.mesh.grid import make_mesh
 from equipoise.extensions.fsdp.units import table_of, units_of_module
 from equipoise.extensions.report.fit_recorder import Fit
 from tests.extensions.fsdp import mesh_modules as modules
 from tests.extensions.fsdp.mesh_modules import Counting
-from tests.extensions.fsdp.programs import QUIET, assert_close, errors_of, fit, fsdp, in_processes, loader, weights_of
+from tests.extensions.fsdp.programs import (
+    assert_close,
+    assert_refused_in_processes,
+    fit,
+    fsdp,
+    in_processes,
+    loader,
+    weights_of,
+)
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import trainer
 
 pytestmark = pytest.mark.slow
 
@@ -28,21 +38,19 @@ class OnMesh(modules.PlainCut):
         self._device_mesh = mesh
 
 
-KINDS = ("ShardedOverAll", "ShardedOverMesh", "ShardedOverRow", "ShardedAlone", "CutWithBuffer")
-
-
-def refusals() -> dict[str, str]:
-    """Return the errors of modules that are refused; called in every process."""
-    return errors_of({kind: partial(fit, getattr(modules, kind), fsdp(tensor=2), 4, max_epochs=1) for kind in KINDS})
+UNIT = "weight of the unit first is not in shards over self.device_mesh['data_parallel'] alone"
+REFUSED = {
+    "ShardedOverAll": UNIT,
+    "ShardedOverMesh": UNIT,
+    "ShardedOverRow": UNIT,
+    "ShardedAlone": "ShardedAlone has no layer that is cut over 2 processes",
+    "CutWithBuffer": "blocks.1.up.factor is a buffer of a layer that is cut",
+}
 
 
 def test_shards_over_other_processes_than_a_column_are_refused() -> None:
-    found = in_processes(4, refusals)
-    for kind in KINDS[:3]:
-        words = "weight of the unit first is not in shards over self.device_mesh['data_parallel'] alone"
-        assert words in found[kind]
-    assert "ShardedAlone has no layer that is cut over 2 processes" in found["ShardedAlone"]
-    assert "blocks.1.up.factor is a buffer of a layer that is cut" in found["CutWithBuffer"]
+    runs = {kind: partial(fit, getattr(modules, kind), fsdp(tensor=2), 4, max_epochs=1) for kind in REFUSED}
+    assert_refused_in_processes(4, runs, REFUSED)
 
 
 class InGroup(Counting):
@@ -96,11 +104,10 @@ class MadeOnce(modules.PlainNet):
             modules.cut_blocks(self)
 
 
-def second_run() -> tuple[dict[str, Any], dict[str, Any]]:
+def second_run() -> tuple[dict[str, Any], Any]:
     """Return the weights of a fit, and the values of an evaluation after it."""
     module, trainer = fit(MadeOnce, fsdp(tensor=2), 2, batch_size=12, max_epochs=1)
-    weights = module.state_dict()
-    return weights, trainer.validate(module, loader(7, 3), verbose=False)[0]
+    return weights_of(module), trainer.validate(module, loader(7, 3), verbose=False)
 
 
 def test_a_network_that_is_cut_once_alone_is_evaluated_whole() -> None:
@@ -108,10 +115,8 @@ def test_a_network_that_is_cut_once_alone_is_evaluated_whole() -> None:
     alone = MadeOnce()
     alone.inner = nn.Linear(7, 7)
     alone.double().load_state_dict(weights)
-    expected = Trainer(strategy="single_device", precision="64-true", **QUIET).validate(
-        alone, loader(7, 3), verbose=False
-    )
-    assert_close(dict(expected[0]), dict(values))
+    run = trainer(precision="64-true")
+    assert_equal(run.validate(alone, loader(7, 3), verbose=False), values, 1e-12)
 
 
 class Failing(modules.CutHeads):
@@ -129,14 +134,12 @@ def errors_before_the_run() -> None:
         (modules.CutHeads, {"units": ["none.*"]}, ConfigurationError),
     ):
         module = kind().double()
-        parameters = dict(module.named_parameters())
-        before = weights_of(module)
+        parameters, before = list(module.parameters()), weights_of(module)
         with pytest.raises(error):
             fit(kind, fsdp(tensor=2, **options), 2, batch_size=12, module=module)
         assert module.attention.heads == 4
-        for name, parameter in module.named_parameters():
-            assert parameter is parameters[name], name
-        assert_close(before, weights_of(module), 0.0)
+        assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+        assert_equal(before, weights_of(module))
 
 
 def test_an_error_before_the_run_leaves_whole_layers() -> None:

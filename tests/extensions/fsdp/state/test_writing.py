@@ -1,13 +1,10 @@
 """Shards as each process writes them: pieces of tensors, and folders that are there completely or not at all."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -17,11 +14,15 @@ from equipoise.extensions.fsdp.state.writing.background import InBackground
 from equipoise.extensions.fsdp.state.writing.pieces import HostCopies, Piece, pieces_of
 from equipoise.parallel.shards.index import can_be_saved
 from equipoise.parallel.shards.reading import ShardReader
+from tests.extensions.fsdp.programs import group
 from tests.parallel.shards.folders import save
+from tests.support.programs import Program
 from tests.support.trainer_runs import refuses
 
+__all__ = ["group"]
 
-def test_read_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
+
+def test_pieces_are_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).view(2, 3)
     save(tmp_path / "x.ckpt", {"weight": tensor}, {"state_dict": {}}, 2)
     with torch.device("meta"):
@@ -34,25 +35,16 @@ class Scaled(Tensor):
     """A tensor whose values are more than its bytes."""
 
 
-def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    assert can_be_saved(torch.ones(2))
-    assert can_be_saved(torch.nn.Parameter(torch.ones(2)))
-    assert can_be_saved(torch.zeros(2).to(torch.float8_e5m2))
+@pytest.mark.usefixtures("group")
+def test_tensors_that_are_more_than_their_bytes_cannot_be_saved() -> None:
     scaled = torch.ones(2).as_subclass(Scaled)
-    assert not can_be_saved(scaled)
-    assert not can_be_saved(torch.ones(2).to_sparse())
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        plain = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-        assert [piece.name for piece in pieces_of({"w": plain})] == ["w"]
-        refuses(
-            lambda: pieces_of({"w": DTensor.from_local(scaled, mesh, [Shard(0)])}),
-            *("'w' cannot be saved in shards: it is a Scaled of torch.float32", "checkpoints='full'"),
-            error=CheckpointError,
-        )
-    finally:
-        dist.destroy_process_group()
+    weights = (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.zeros(2).to(torch.float8_e5m2))
+    assert [can_be_saved(each) for each in (*weights, scaled, torch.ones(2).to_sparse())] == [True] * 3 + [False] * 2
+    mesh = init_device_mesh("cpu", (1,))
+    plain, unknown = (DTensor.from_local(local, mesh, [Shard(0)]) for local in (torch.ones(2), scaled))
+    assert [piece.name for piece in pieces_of({"w": plain})] == ["w"]
+    words = ("'w' cannot be saved in shards: it is a Scaled of torch.float32", "checkpoints='full'")
+    refuses(lambda: pieces_of({"w": unknown}), *words, error=CheckpointError)
 
 
 KILLED = """
@@ -61,33 +53,29 @@ from pathlib import Path
 import torch
 from equipoise.extensions.fsdp.state.writing import saving
 from tests.parallel.shards.folders import save
-where, count = sys.argv[2], 0
-original = getattr(saving, where)
-def killed(*arguments):
-    os.kill(os.getpid(), 9)
-setattr(saving, where, killed)
+setattr(saving, sys.argv[2], lambda *arguments: os.kill(os.getpid(), 9))
 save(Path(sys.argv[1]), {"w": torch.ones(4)}, {"state_dict": {}})
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["write_pieces", "write_index", "_write"])
-def test_killed(where: str, tmp_path: Path) -> None:
-    """The earlier checkpoint stays, and what is left is removed at the next one."""
+def test_the_earlier_checkpoint_stays_where_a_process_is_killed_as_it_writes(where: str, tmp_path: Path) -> None:
+    """What is left is removed at the next one."""
     path = tmp_path / "a.ckpt"
     save(path, {"w": torch.arange(12.0)}, {"state_dict": {}})
-    script = [sys.executable, "-c", KILLED, str(path), where]
-    assert subprocess.run(script, timeout=300).returncode == -9
-    assert len(os.listdir(path.parent)) == 2
+    with Program(KILLED, str(path), where) as program:
+        program.finish()
+        assert program.returncode == -9
+    assert len(os.listdir(tmp_path)) == 2
     assert ShardReader(path).whole("w").sum() == 66
     save(path, {}, {"state_dict": {}})
-    assert os.listdir(path.parent) == [path.name]
+    assert os.listdir(tmp_path) == [path.name]
 
 
 # In the background.
 
 
-def test_errors_of_the_thread_come_at_the_next_call() -> None:
+def test_errors_of_the_background_thread_come_at_the_next_call() -> None:
     background = InBackground("test")
 
     def fails() -> None:

@@ -14,7 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise.extensions.fsdp.mesh.without_dropout import without_dropout
 from tests.extensions.fsdp.mesh_modules import Cut, CutHeads, SelfAttention, WithoutDropout, cut_blocks
-from tests.extensions.fsdp.programs import Block, Net, assert_close, errors_of, fit, fsdp, in_processes, weights_of
+from tests.extensions.fsdp.programs import (
+    Block,
+    Net,
+    assert_close,
+    assert_refused_in_processes,
+    fit,
+    fsdp,
+    in_processes,
+    weights_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dropout between cut layers")
 
@@ -128,20 +137,27 @@ class Uncopied(Cut):
         self.lock = threading.Lock()
 
 
-def refusals() -> dict[str, str]:
-    kinds = (WholeNorm, WrongHeads, Watched)
-    return errors_of({kind.__name__: partial(fit, kind, fsdp(tensor=2), 2) for kind in kinds})
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "a whole norm": (
+        WholeNorm,
+        [
+            "In the first batch the gradient of norm.",
+            "is whole, so each process computes its gradient from all inputs of its layer",
+            "FSDPStrategy(compare_layers=False) trains without this comparison.",
+        ],
+    ),
+    "wrong heads": (
+        WrongHeads,
+        ["In the first batch the loss differs by", "the number of heads is divided by the size of the mesh"],
+    ),
+    "a watched layer": (Watched, ["the buffer 'running' has other values with cut layers"]),
+}
 
 
 @pytest.mark.slow
 def test_layers_that_compute_something_else_are_refused() -> None:
-    norm, heads, watched = in_processes(2, refusals).values()
-    assert "In the first batch the gradient of norm." in norm
-    assert "is whole, so each process computes its gradient from all inputs of its layer" in norm
-    assert "FSDPStrategy(compare_layers=False) trains without this comparison." in norm
-    assert "In the first batch the loss differs by" in heads
-    assert "the number of heads is divided by the size of the mesh" in heads
-    assert "the buffer 'running' has other values with cut layers" in watched
+    runs = {name: partial(fit, kind, fsdp(tensor=2), 2) for name, (kind, _) in REFUSED.items()}
+    assert_refused_in_processes(2, runs, {name: words for name, (_, words) in REFUSED.items()})
 
 
 def untouched() -> list[Any]:
@@ -164,7 +180,7 @@ def untouched() -> list[Any]:
 
 
 @pytest.mark.slow
-def test_nothing_remains_of_the_comparison() -> None:
+def test_a_run_has_the_bits_of_one_without_the_comparison() -> None:
     """Buffers, generators, attributes, logged values and the batch are those of a run without it, to the bit."""
     *compared, (weights, messages) = in_processes(2, untouched)
     for with_comparison, without in compared:
@@ -178,7 +194,7 @@ def test_nothing_remains_of_the_comparison() -> None:
     assert "TypeError: cannot pickle '_thread.lock' object" in message
 
 
-def test_nothing_is_dropped() -> None:
+def test_no_dropout_drops_within_the_comparison() -> None:
     ones = torch.ones(2, 4, 8, dtype=torch.float64)
     attention = nn.MultiheadAttention(8, 2, dropout=0.9, dtype=torch.float64)
     expected = attention.eval()(ones, ones, ones, need_weights=False)[0]

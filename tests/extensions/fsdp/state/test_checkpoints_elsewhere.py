@@ -11,14 +11,21 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from equipoise import CheckpointError, WorkerError, merge_shards
 from equipoise.extensions.export import export_weights, read_weights
-from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
-from tests.extensions.fsdp.test_checkpoints import SavesAfter
-from tests.extensions.fsdp.test_sharded_checkpoints import BATCH_SIZE, WINDOW, sharded
+from tests.extensions.fsdp.programs import Net, SavesAfter, assert_close, fit, fsdp, loader, weights_of
 from tests.support.elsewhere import Elsewhere, url_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The checkpoint holds states of callbacks", "ignore:The run began with", "ignore:Ranks from 1 on begin with"
 )
+
+
+# Of each process that writes; a step has 12 samples.
+BATCH_SIZE = 6
+WINDOW = {"accumulate_grad_batches": 2, "max_epochs": 1}
+
+
+def sharded(**options: Any) -> Any:
+    return fsdp(checkpoints="sharded", **options)
 
 
 class There(Net):
@@ -37,31 +44,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """Weights of an undisturbed run."""
-    return weights_of(fit(There, **WINDOW)[0])
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "processes"), [("single_device", 1), (fsdp(), 3)], ids=["one device", "3"])
+def test_a_run_continues_from_there(strategy: Any, processes: int, folder: Path) -> None:
+    module, _ = fit(There, strategy, processes, batch_size=BATCH_SIZE, ckpt_path=url_of(folder), **WINDOW)
+    assert_close(weights_of(fit(There, **WINDOW)[0]), weights_of(module))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "processes"),
-    [
-        (lambda: "single_device", 1),
-        (fsdp, 2),
-        (fsdp, 3),
-        (lambda: "ddp", 2),
-    ],
-    ids=["one device", "2", "3", "ddp"],
-)
-def test_a_run_goes_on(strategy: Callable[[], Any], processes: int, folder: Path, expected: dict[str, Any]) -> None:
-    """Weights, optimisers, the gradients of the open window and the position come along."""
-    module, _ = fit(There, strategy(), processes, batch_size=BATCH_SIZE, ckpt_path=url_of(folder), **WINDOW)
-    assert_close(expected, weights_of(module))
-
-
-@pytest.mark.slow
-def test_merged_and_exported(folder: Path, tmp_path: Path) -> None:
+def test_shards_there_are_merged_and_exported(folder: Path, tmp_path: Path) -> None:
     whole = merge_shards(url_of(folder), tmp_path / "whole.ckpt")
     weights = torch.load(whole, weights_only=False)["state_dict"]
     export_weights(url_of(folder), url_of(tmp_path / "x.safetensors"))
@@ -72,7 +63,7 @@ def test_merged_and_exported(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
-def test_the_best_and_the_last_are_kept(behind: bool, tmp_path: Path) -> None:
+def test_a_model_checkpoint_keeps_the_best_and_the_last_there(behind: bool, tmp_path: Path) -> None:
     """The last one is replaced at each step; a run goes on from it by its word."""
     monitors = {"monitor": "step", "mode": "max", "save_last": True, "every_n_train_steps": 1}
     options: dict[str, Any] = {"enable_checkpointing": True, "count": 60, "max_epochs": 1}
@@ -139,7 +130,6 @@ def test_an_earlier_one_survives_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_see_one_another() -> None:
-    """Each has a memory of its own."""
+def test_a_file_system_that_processes_do_not_share_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"does not see 'rank-00001.*Choose a file system that all processes"):
         fit(There, sharded(), 2, callbacks=[Saves("memory://a.ckpt", 0)], max_epochs=1, count=12)

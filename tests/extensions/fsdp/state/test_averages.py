@@ -1,7 +1,7 @@
 """Averages of the weights in shards: those of one device, in evaluations, in checkpoints and after a resumption."""
 
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise import Trainer
-from tests.extensions.fsdp.programs import FEATURES, QUIET, Net, assert_close, fit, fsdp, in_processes, loader, make
-from tests.extensions.fsdp.test_transparency import ByHand
-from tests.extensions.fsdp.test_traps import Overflows
+from tests.extensions.fsdp.modules import ByHand, Overflows
+from tests.extensions.fsdp.programs import (
+    FEATURES,
+    QUIET,
+    Net,
+    assert_close,
+    assert_same_in_processes,
+    fit,
+    fsdp,
+    in_processes,
+    loader,
+    make,
+    weights_of,
+)
+from tests.support.equality import assert_equal
 from tests.support.own_average import Own
 
 pytestmark = [
@@ -93,7 +105,7 @@ class FromEpochs(WeightAveraging):
 
 
 class Watch(Callback):
-    """Notes bytes of the average in this process, and values of each validation."""
+    """Notes the bytes of the average in this process, and the values of validations."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -136,19 +148,20 @@ AVERAGES: dict[str, Callable[[], Callback]] = {
 }
 
 
-def averaged(name: str, strategy: Any = "single_device", processes: int = 1, **options: Any) -> dict[str, Any]:
-    """Train 20 steps, and return the weights at the end and what validations have shown."""
+def averaged(
+    name: str, strategy: Any = "single_device", processes: int = 1, kind: Any = Mixed, **options: Any
+) -> dict[str, Any]:
+    """Train 20 steps, and return the weights at the end, the values of validations, and the bytes of the average."""
     watch = Watch()
     callbacks = [AVERAGES[name](), watch, *options.pop("callbacks", ())]
-    options = {"kind": Mixed, "max_epochs": 5, "count": 48, **options}
-    module, trainer = fit(strategy=strategy, processes=processes, callbacks=callbacks, **options)
-    held = trainer.strategy.processes.gather_objects(watch.held) if trainer.world_size > 1 else [watch.held]
-    return {"weights": module.state_dict(), "values": dict(enumerate(watch.values)), "held": held}
+    options = {"max_epochs": 5, "count": 48, **options}
+    module, _ = fit(kind, strategy, processes, callbacks=callbacks, **options)
+    return {"weights": weights_of(module), "values": watch.values, "held": watch.held}
 
 
-def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
-    assert_close(expected["weights"], actual["weights"])
-    assert_close(expected["values"], actual["values"])
+def numbers(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Return the same without the bytes, of which each process has some."""
+    return {**averaged(*arguments, **options), "held": None}
 
 
 # Each changes what is averaged, or when.
@@ -160,63 +173,60 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blocks that come late": {"kind": Late},
     "a process without a batch": {"kind": Net, "count": 49, "max_epochs": 4},
 }
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in AVERAGES},
+    **{name: ("exponential", options) for name, options in OPTIONS.items()},
+}
 
 
-def run_all() -> dict[str, Any]:
-    """Return the results of all undisturbed runs; called in several processes."""
-    processes = torch.distributed.get_world_size()
-    results = {name: averaged(name, fsdp(), processes) for name in AVERAGES}
-    results |= {name: averaged("exponential", fsdp(), processes, **options) for name, options in OPTIONS.items()}
-    results["statistics of batches"] = averaged("exponential", fsdp(), processes, kind=Normed)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_an_average_of_weights_is_that_of_one_device(processes: int) -> None:
+    expected = {name: partial(numbers, average, **options) for name, (average, options) in CASES.items()}
+    calls = {
+        name: partial(numbers, average, fsdp(), processes, **options) for name, (average, options) in CASES.items()
+    }
+    assert_same_in_processes(processes, expected, calls)
+
+
+def compare_with_replicas() -> None:
+    """Compare averages with those of ddp; called in each of two processes."""
+    # Its averages are whole: a sum of two has one order, so the bits are the same.
+    skipped = [averaged("exponential", name, 2, Overflows, precision="16-mixed")["weights"] for name in ("ddp", "fsdp")]
+    assert_equal(*skipped, title="A step that the scaler skips")
+    # The epoch that StochasticWeightAveraging adds for statistics of batches.
+    assert_equal(*(numbers("stochastic", name, 2, Normed) for name in ("ddp", "fsdp")), 1e-12, title="Statistics")
+    # The module compares its own.
+    assert len(averaged("exponential", fsdp(), 2, Normed)["values"]) == 5
+
+
+def test_skipped_steps_and_statistics_of_batches_are_those_of_ddp() -> None:
+    in_processes(2, compare_with_replicas)
+
+
+def compare_in_half_precision() -> None:
     repeats = Repeats()
     # A validation would round the average.
     options: dict[str, Any] = {"precision": "bf16-true", "limit_val_batches": 0, "callbacks": [repeats]}
-    half = averaged("exponential", fsdp(), processes, kind=Net, **options)
-    results["half precision"] = {"actual": half["weights"], "expected": repeats.average}
-    for strategy in ("fsdp", "ddp"):
-        name = f"skipped under {strategy}"
-        results[name] = averaged("exponential", strategy, processes, kind=Overflows, precision="16-mixed")
-        name = f"an epoch for statistics under {strategy}"
-        results[name] = averaged("stochastic", strategy, processes, kind=Normed)
-    return results
+    half = averaged("exponential", fsdp(), 2, Net, **options)["weights"]
+    assert_equal({name: value.bfloat16() for name, value in repeats.average.items()}, half)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def undisturbed(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Results of a launch, which costs more than a run."""
-    return in_processes(request.param, run_all)
+def test_weights_in_half_precision_have_an_average_in_float32() -> None:
+    in_processes(2, compare_in_half_precision)
 
 
-@pytest.mark.parametrize("name", [*AVERAGES, *OPTIONS])
-def test_an_average_is_that_of_one_device(name: str, undisturbed: dict[str, Any]) -> None:
-    average = name if name in AVERAGES else "exponential"
-    assert_same(averaged(average, **OPTIONS.get(name, {})), undisturbed[name])
+def held_by_all() -> list[list[int]]:
+    held: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(held, averaged("exponential", fsdp(), len(held))["held"])
+    return held
 
 
-@pytest.mark.parametrize("undisturbed", [2], indirect=True)
-def test_a_step_that_the_scaler_skips_is_not_averaged(undisturbed: dict[str, Any]) -> None:
-    """With the bits of replicas, whose averages are whole: a sum of two has one order."""
-    expected, actual = undisturbed["skipped under ddp"], undisturbed["skipped under fsdp"]
-    assert_close(expected["weights"], actual["weights"], tolerance=0.0)
-
-
-def test_weights_in_half_precision_have_an_average_in_float32(undisturbed: dict[str, Any]) -> None:
-    expected, actual = undisturbed["half precision"]["expected"], undisturbed["half precision"]["actual"]
-    assert_close({name: value.bfloat16() for name, value in expected.items()}, actual, tolerance=0.0)
-
-
-def test_all_processes_evaluate_the_same_statistics_of_batches(undisturbed: dict[str, Any]) -> None:
-    """The module compares them; the epoch that StochasticWeightAveraging adds for them is that of replicas."""
-    assert len(undisturbed["statistics of batches"]["values"]) == 5
-    assert_same(*(undisturbed[f"an epoch for statistics under {strategy}"] for strategy in ("ddp", "fsdp")))
-
-
-def test_each_process_holds_its_part_alone(undisturbed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("processes", [2, 3])
+def test_each_process_holds_its_part_of_the_average_alone(processes: int) -> None:
     """All together hold the bytes of one device: shards are uneven, but no part is in two processes."""
-    (on_one,) = averaged("exponential")["held"]
-    held = undisturbed["exponential"]["held"]
+    on_one, held = averaged("exponential")["held"], in_processes(processes, held_by_all)
     assert [sum(of_all) for of_all in zip(*held, strict=True)] == on_one
-    assert all(part[0] < 1.5 * on_one[0] / len(held) for part in held)
+    assert all(part[0] < 1.5 * on_one[0] / processes for part in held)
 
 
 # Resumption
@@ -241,37 +251,21 @@ class SavesAndDies(Callback):
 
 def resumed(name: str, folder: Path, **strategy: Any) -> dict[str, Any]:
     """Return the result of a run that was killed and resumed; called in several processes."""
-    processes = torch.distributed.get_world_size()
     path = folder / f"{name}.ckpt"
     with pytest.raises(Killed):
-        averaged(name, fsdp(**strategy), processes, callbacks=[SavesAndDies(path)])
-    return averaged(name, fsdp(**strategy), processes, ckpt_path=path)
+        averaged(name, fsdp(**strategy), 2, callbacks=[SavesAndDies(path)])
+    return numbers(name, fsdp(**strategy), 2, ckpt_path=path)
 
 
-KILLED = ["exponential", "equal weights", "stochastic"]
-
-
-def resume_all(folder: Path) -> dict[str, Any]:
-    results = {}
-    for checkpoints in ("full", "sharded"):
-        place = folder / checkpoints
-        results |= {(name, checkpoints): resumed(name, place, checkpoints=checkpoints) for name in KILLED}
-    return results
-
-
-@pytest.fixture(scope="module")
-def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """Results of runs that were killed and resumed."""
-    folder = tmp_path_factory.mktemp("killed")
-    results: dict[Any, Any] = in_processes(2, lambda: resume_all(folder))
-    return results
-
-
-@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
-@pytest.mark.parametrize("name", KILLED)
-def test_a_killed_run_ends_as_an_undisturbed_one(name: str, checkpoints: str, continued: dict[Any, Any]) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """Its values are those of all validations: that of the first epoch was noted before the checkpoint."""
-    assert_same(averaged(name), continued[name, checkpoints])
+    expected, calls = {}, {}
+    for name in ("exponential", "equal weights", "stochastic"):
+        for checkpoints in ("full", "sharded"):
+            case = f"{name}, {checkpoints}"
+            expected[case] = partial(numbers, name)
+            calls[case] = partial(resumed, name, tmp_path / checkpoints, checkpoints=checkpoints)
+    assert_same_in_processes(2, expected, calls)
 
 
 def saves_epochs(folder: Path) -> Callback:
@@ -287,19 +281,21 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"),
+    ("name", "writer", "reader"),
     [
-        *pairwise(("2 of fsdp", "one device", "3 of fsdp", "2 of fsdp, in folders", "one device")),
-        ("2 of fsdp, in folders", "3 of fsdp"),
+        ("exponential", "2 of fsdp", "one device"),
+        ("stochastic", "one device", "3 of fsdp"),
+        ("stochastic", "3 of fsdp", "2 of fsdp, in folders"),
+        ("exponential", "2 of fsdp, in folders", "3 of fsdp"),
+        ("stochastic", "2 of fsdp, in folders", "one device"),
     ],
 )
-@pytest.mark.parametrize("name", ["exponential", "stochastic"])
-def test_a_run_goes_on_elsewhere(name: str, writer: str, reader: str, tmp_path: Path) -> None:
+def test_an_average_is_continued_under_another_strategy(name: str, writer: str, reader: str, tmp_path: Path) -> None:
     """Both the average and the weights with which training continues come along."""
-    options: dict[str, Any] = {"callbacks": [saves_epochs(tmp_path)], "enable_checkpointing": True, "kind": Net}
-    averaged(name, *WAYS[writer], **{**options, "max_epochs": 3})
-    average, path = averaged(name, kind=Net), tmp_path / "epoch=2.ckpt"
-    assert_close(average["weights"], averaged(name, *WAYS[reader], ckpt_path=path, kind=Net)["weights"])
+    options: dict[str, Any] = {"callbacks": [saves_epochs(tmp_path)], "enable_checkpointing": True}
+    averaged(name, *WAYS[writer], Net, **{**options, "max_epochs": 3})
+    continued = averaged(name, *WAYS[reader], Net, ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert_close(averaged(name, kind=Net)["weights"], continued["weights"])
 
 
 def test_a_checkpoint_is_that_of_one_device_and_is_evaluated_with_the_average(tmp_path: Path) -> None:
@@ -309,8 +305,8 @@ def test_a_checkpoint_is_that_of_one_device_and_is_evaluated_with_the_average(tm
         averaged("exponential", strategy, processes, callbacks=[saves], enable_checkpointing=True)
         path = tmp_path / way / "epoch=2.ckpt"
         content.append(torch.load(path, weights_only=False))
-        trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, precision="64-true", **QUIET)
-        trainer.callbacks.append(AVERAGES["exponential"]())  # type: ignore[arg-type]
+        options: dict[str, Any] = {"callbacks": [AVERAGES["exponential"]()], "precision": "64-true"}
+        trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, **QUIET, **options)
         data = loader(7, 3)
         predictions = torch.cat(trainer.predict(make(Mixed), data, ckpt_path=path) or [])  # type: ignore[arg-type]
         (validated,) = trainer.validate(make(Mixed), data, ckpt_path=path)
@@ -325,8 +321,7 @@ def test_a_checkpoint_is_that_of_one_device_and_is_evaluated_with_the_average(tm
     assert_close(*results)
 
 
-def test_it_is_whole_nowhere_after_the_run() -> None:
-    """A further run begins anew."""
+def test_no_average_is_left_after_the_run_and_a_further_run_begins_anew() -> None:
     average = EMAWeightAveraging(decay=0.7)
     module, _ = fit(Net, fsdp(), 2, callbacks=[average])
     assert not any(isinstance(value, AveragedModel) for value in vars(average).values())

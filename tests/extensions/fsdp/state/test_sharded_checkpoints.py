@@ -3,7 +3,7 @@
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,13 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from equipoise import (
     CheckpointError,
-    ConfigurationError,
     FSDPStrategy,
-    PipelineStrategy,
     WorkerError,
     merge_shards,
 )
 from equipoise.extensions.fsdp.state.writing import pieces, saving
-from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, loader, weights_of
-from tests.extensions.fsdp.test_checkpoints import SavesAfter
+from tests.extensions.fsdp.modules import Tied
+from tests.extensions.fsdp.programs import Net, SavesAfter, assert_close, fit, fsdp, loader, weights_of
 from tests.support.trainer_runs import refuses
 
 pytestmark = pytest.mark.filterwarnings(
@@ -38,12 +36,6 @@ def sharded(**options: Any) -> FSDPStrategy:
     return fsdp(checkpoints="sharded", **options)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """Weights of an undisturbed run."""
-    return weights_of(fit(Net, **WINDOW)[0])
-
-
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two processes, within an accumulation window."""
@@ -56,8 +48,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 # Written by two, read by others.
 
 
-def test_files(checkpoint: Path) -> None:
-    """Each process has written its half; nothing else is left beside the folder."""
+def test_each_process_writes_its_half_and_nothing_else_is_left(checkpoint: Path) -> None:
     sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
     assert sizes.keys() == {"index.json", "rest.pt", "rank-00000.shards", "rank-00001.shards"}
     tensors = json.loads((checkpoint / "index.json").read_text())["content"]["tensors"]
@@ -69,54 +60,24 @@ def test_files(checkpoint: Path) -> None:
     assert os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "processes"),
-    [
-        (lambda: "single_device", 1),
-        pytest.param(fsdp, 2, marks=pytest.mark.slow),
-        pytest.param(fsdp, 3, marks=pytest.mark.slow),
-        pytest.param(fsdp, 4, marks=pytest.mark.slow),
-        pytest.param(lambda: fsdp(replicas=2), 4, marks=pytest.mark.slow),
-        pytest.param(lambda: "ddp", 2, marks=pytest.mark.slow),
-        pytest.param(lambda: PipelineStrategy(micro_batches=2), 2, marks=pytest.mark.slow),
-    ],
-    ids=["one device", "2", "3", "4", "2 x 2", "ddp", "pipeline"],
-)
-def test_a_run_goes_on(strategy: Callable[[], Any], processes: int, checkpoint: Path, expected: dict[str, Any]) -> None:
-    """Weights, optimisers, the gradients of the open window and the position come along."""
-    module, _ = fit(Net, strategy(), processes, batch_size=BATCH_SIZE, ckpt_path=checkpoint, **WINDOW)
-    assert_close(expected, weights_of(module))
-
-
-def test_merged_into_a_file(checkpoint: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_shards_are_merged_into_a_file_with_which_a_run_continues(checkpoint: Path, tmp_path: Path) -> None:
     file = merge_shards(checkpoint, tmp_path / "whole.ckpt")
     content = torch.load(file, weights_only=False)
     assert not any(value.is_meta for value in content["state_dict"].values())
     module, _ = fit(Net, batch_size=BATCH_SIZE, ckpt_path=file, **WINDOW)
-    assert_close(expected, weights_of(module))
+    assert_close(weights_of(fit(Net, **WINDOW)[0]), weights_of(module))
     refuses(lambda: merge_shards(checkpoint, checkpoint), "is the sharded checkpoint itself", error=CheckpointError)
     refuses(lambda: merge_shards(file, tmp_path / "x"), "is whole already", error=CheckpointError)
 
 
 @pytest.mark.slow
-def test_one_replica_writes(tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_one_replica_writes(tmp_path: Path) -> None:
     """Of 4 processes with two replicas, two have the same shards."""
     path = tmp_path / "open.ckpt"
     fit(Net, sharded(replicas=2), 4, callbacks=[SavesAfter(path, 2)], **WINDOW)
     sizes = sorted(file.stat().st_size for file in path.glob("*.shards"))
     assert sizes[:2] == [0, 0]
     assert sizes[2] > 0
-    module, _ = fit(Net, batch_size=3, ckpt_path=path, **WINDOW)
-    assert_close(expected, weights_of(module))
-
-
-class Tied(Net):
-    """The last layer of each block is the same one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.down = self.blocks[0].down
 
 
 @pytest.mark.slow
@@ -124,8 +85,8 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     path = tmp_path / "tied.ckpt"
     module, _ = fit(Tied, sharded(), 2, callbacks=[SavesAfter(path, 3)], max_epochs=1)
     tensors = json.loads((path / "index.json").read_text())["content"]["tensors"]
-    names = [name for name in tensors if name.startswith("state_dict/") and "down.weight" in name]
-    assert names == ["state_dict/blocks.0.down.weight"]
+    names = [name for name in tensors if name.startswith("state_dict/blocks") and "up.weight" in name]
+    assert names == [f"state_dict/blocks.{number}.up.weight" for number in (0, 1)]
     resumed, _ = fit(Tied, sharded(), 2, ckpt_path=path, max_epochs=1)
     assert_close(weights_of(module), weights_of(resumed), 0.0)
 
@@ -134,7 +95,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
-def test_the_best_and_the_last_are_kept(behind: bool, tmp_path: Path) -> None:
+def test_a_model_checkpoint_keeps_the_best_and_the_last(behind: bool, tmp_path: Path) -> None:
     saves = ModelCheckpoint(
         dirpath=tmp_path, filename="{step}", monitor="step", mode="max", save_last=True, every_n_train_steps=1
     )
@@ -196,8 +157,7 @@ def test_an_error_of_the_writer_reaches_the_user(behind: bool, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
-def test_killed_while_it_writes(behind: bool, tmp_path: Path) -> None:
-    """An incomplete checkpoint has another name, and is removed when the next one is written there."""
+def test_what_a_killed_process_leaves_is_no_checkpoint_and_removed_by_the_next(behind: bool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="SIGKILL"):
         fit(Net, sharded(save_in_background=behind), 2, callbacks=[Fails(tmp_path, is_killed)], max_epochs=1)
     left = [name for name in os.listdir(tmp_path) if not name.startswith(".")]
@@ -249,33 +209,27 @@ class ComputesWithWeights(Net):
 
 
 @pytest.mark.slow
-def test_values_that_are_not_there_are_not_saved(tmp_path: Path) -> None:
+def test_weights_without_values_that_a_hook_has_changed_are_refused(tmp_path: Path) -> None:
     callbacks = [SavesAfter(tmp_path / "a.ckpt", 0)]
     with pytest.raises(CheckpointError, match=r"\['state_dict'\]\['last.bias'\] has no values"):
         fit(ComputesWithWeights, sharded(), 2, callbacks=callbacks, max_epochs=1, count=12)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Path]:
-    """A folder of the user's that has the name of a checkpoint."""
-    folder = tmp_path / "mine.ckpt"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    yield folder
-    assert (folder / "notes.txt").read_text() == "mine"
-
-
-def test_other_folders_are_not_replaced(own: Path) -> None:
+def test_a_folder_of_the_users_is_not_replaced(tmp_path: Path) -> None:
+    notes = tmp_path / "mine.ckpt" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
     with pytest.raises(CheckpointError, match="files that belong to no checkpoint"):
-        fit(Net, sharded(), 2, callbacks=[SavesAfter(own, 0)], max_epochs=1, count=12)
+        fit(Net, sharded(), 2, callbacks=[SavesAfter(notes.parent, 0)], max_epochs=1, count=12)
+    assert notes.read_text() == "mine"
 
 
-def test_what_does_not_fit_together() -> None:
+def test_options_that_do_not_go_with_sharded_checkpoints_are_refused() -> None:
     refuses(lambda: FSDPStrategy(checkpoints="whole"), "'full' or 'sharded', not 'whole'")  # type: ignore[arg-type]
     refuses(lambda: FSDPStrategy(save_in_background=True), "Add checkpoints='sharded'")
-    with pytest.raises(ConfigurationError, match="TorchCheckpointIO writes whole checkpoints"):
-        fit(Net, sharded(), 2, plugins=[TorchCheckpointIO()], count=12)
-    links = ModelCheckpoint(save_last="link")
-    with pytest.raises(ConfigurationError, match="links to a checkpoint that is not complete yet"):
-        fit(Net, sharded(save_in_background=True), 2, callbacks=[links], enable_checkpointing=True, count=12)
+    plugins: Any = [TorchCheckpointIO()]
+    refuses(lambda: fit(Net, sharded(), 2, plugins=plugins, count=12), "TorchCheckpointIO writes whole checkpoints")
+    options: dict[str, Any] = {"callbacks": [ModelCheckpoint(save_last="link")], "enable_checkpointing": True}
+    strategy = sharded(save_in_background=True)
+    refuses(lambda: fit(Net, strategy, 2, count=12, **options), "links to a checkpoint that is not complete yet")

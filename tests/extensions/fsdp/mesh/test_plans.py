@@ -1,5 +1,6 @@
 """Modules written for one device, cut by a plan: equal to one device, or whole with the reason."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -7,13 +8,23 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from equipoise import ConfigurationError, FSDPStrategy
 from equipoise.extensions.fsdp.mesh.plans.cutting import layers_table, reasons_of
 from equipoise.extensions.fsdp.mesh.plans.sources import Plan, plan_of_models, written_plan
 from tests.extensions.fsdp.mesh_modules import Cut, Heads
-from tests.extensions.fsdp.programs import Block, Net, assert_close, errors_of, fit, fsdp, in_processes, weights_of
-from tests.extensions.fsdp.test_transparency import Marked
+from tests.extensions.fsdp.modules import Marked
+from tests.extensions.fsdp.programs import (
+    STEP,
+    Block,
+    Net,
+    assert_refused_in_processes,
+    assert_same_in_processes,
+    fit,
+    fsdp,
+    weights_of,
+)
+from tests.support.trainer_runs import refuses
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -54,18 +65,12 @@ class Language(L.LightningModule):
 class BlockWithNorm(Block):
     """Has a norm between its layers."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.between = nn.LayerNorm(2 * width)
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.between = nn.LayerNorm(14)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(self.between(self.up(hidden)))
-
-
-class NormBetween(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(BlockWithNorm(7) for _ in range(3))
 
 
 class TakesList(nn.Linear):
@@ -76,36 +81,32 @@ class TakesList(nn.Linear):
 class BlockWithList(Block):
     """Passes its hidden layer on in a list."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.between = TakesList(2 * width, 2 * width)
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.between = TakesList(14, 14)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(self.between([self.up(hidden)]))
 
 
-class ListBetween(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(BlockWithList(7) for _ in range(3))
-
-
 class MixingBlock(Block):
     """Has a width of its own, and a variable that is no longer its input."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.in_features = width
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.in_features = 7
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x).repeat(1, 2)
         return x.unflatten(-1, (self.in_features, 4)).mean(-1)
 
 
-class Mixing(Net):
-    def __init__(self) -> None:
+class Other(Net):
+    """Has blocks of another class."""
+
+    def __init__(self, block: Callable[[], Block]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(MixingBlock(7) for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
 
 
 class OtherFeatures(Net):
@@ -125,9 +126,19 @@ class OfTransformers(Net):
         return {"blocks.*.up": "colwise", "blocks.*.down": "moe_tp_experts", "blocks.*.norm.bias": "rowwise"}
 
 
-def language(kind: str, **options: Any) -> Any:
-    torch.manual_seed(3)
-    return Language(kind, **options)
+class Transposed(Net):
+    """Its blocks have layers with transposed weights, as those of GPT-2, of which one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers.pytorch_utils")
+        for block in self.blocks:
+            block.up = transformers.Conv1D(14, 7)
+            block.down = transformers.Conv1D(7, 14)
+            # Without values, biases would hide what is added twice.
+            nn.init.normal_(block.up.bias)
+            nn.init.normal_(block.down.bias)
+        self.blocks[1].up.requires_grad_(False)
 
 
 # Names
@@ -136,26 +147,15 @@ def language(kind: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (["up"], "must be a mapping of names to styles"),
-        ({"up": "column"}, "has the entry 'up': 'column'. Styles are 'colwise', 'rowwise', "),
-        ({1: "colwise"}, "has the entry 1: 'colwise'"),
-    ],
-)
-def test_plans_that_are_none(plan: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        FSDPStrategy(tensor=2, tensor_plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({"block.*.up": "colwise"}, r"FSDPStrategy\(tensor_plan=...\) has the entry 'block.\*.up', which names no sub"),
+        ({"block.*.up": "colwise"}, "FSDPStrategy(tensor_plan=...) has the entry 'block.*.up', which names no sub"),
         ({"blocks.*.heads": "divided"}, "names no number of the module or its submodules"),
+        (None, "Net.tensor_plan must be a mapping of names to styles, not Linear"),
     ],
 )
-def test_entries_that_name_nothing(plan: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        written_plan(Net(), plan)
+def test_entries_that_name_nothing_and_a_plan_that_is_a_submodule_are_refused(plan: Any, words: str) -> None:
+    module = Net()
+    module.tensor_plan = nn.Linear(2, 2)
+    refuses(lambda: written_plan(module, plan), words)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_entries_that_name_nothing(plan: Any, words: str) -> None:
         ("attention.heads", ["attention.heads"]),
     ],
 )
-def test_numbers_of_the_module_itself(pattern: str, named: list[str]) -> None:
+def test_patterns_name_numbers_that_are_divided(pattern: str, named: list[str]) -> None:
     module = Planned()
     module.heads = 4
     plan = written_plan(module, {pattern: "divided"})
@@ -209,7 +209,7 @@ def test_widths_that_do_not_divide_stay_whole_with_their_neighbours() -> None:
     assert "last           1       whole    it is in no plan" in table
 
 
-def test_layers_that_cannot_be_cut() -> None:
+def test_layers_with_shared_weights_buffers_or_few_heads_stay_whole() -> None:
     module = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("tied", "also", "buffered", "meta", "grouped")})
     module["also"].weight = module["tied"].weight
     module["buffered"].register_buffer("factor", torch.ones(1))
@@ -257,17 +257,19 @@ def test_numbers_of_layers_that_stay_whole_are_not_divided() -> None:
     ],
     ids=["weight norm", "embedding with a norm", "never called"],
 )
-def test_layers_that_compute_something_else(layer: nn.Module) -> None:
+def test_layers_that_are_no_plain_linear_or_embedding_stay_whole(layer: nn.Module) -> None:
     module = nn.ModuleDict({"layer": layer})
     reasons = reasons_of(module, Plan("", {"layer": "colwise"}, [], {}), 2)
     assert "is no plain nn.Linear or nn.Embedding" in reasons["layer"]
 
 
-def test_a_plan_that_is_a_submodule() -> None:
-    module = Net()
-    module.tensor_plan = nn.Linear(2, 2)
-    with pytest.raises(ConfigurationError, match=r"Net\.tensor_plan must be a mapping of names to styles, not Linear"):
-        written_plan(module, None)
+def test_widths_of_transposed_weights_are_those_of_the_layer() -> None:
+    module = Transposed()
+    for option, width in (({"blocks.0.up": "colwise"}, 14), ({"blocks.0.up": "rowwise"}, 7)):
+        plan = written_plan(module, option)
+        assert plan is not None
+        assert reasons_of(module, plan, width) == {}
+        assert "is not divisible by 6" in reasons_of(module, plan, 6)["blocks.0.up"]
 
 
 # Trainings
@@ -278,106 +280,101 @@ class MadeLate(Planned):
 
     def __init__(self) -> None:
         super().__init__()
-        self.late = self.attention
+        self.spare = [self.attention]
         del self.attention
-        self.spare = [self.late]
-        del self.late
 
     def configure_model(self) -> None:
         if not hasattr(self, "attention"):
             self.attention = self.spare[0]
 
 
-def outcomes() -> dict[str, Any]:
-    """Return weights after ten steps, and refusals; called in every process."""
-    found: dict[str, Any] = {}
-    found["option"] = weights_of(fit(Net, fsdp(tensor=2, tensor_plan=PLAN), 2, batch_size=12)[0])
-    module, _ = fit(Planned, fsdp(tensor=2), 2, batch_size=12)
-    found["method"] = weights_of(module)
+STYLES: dict[str, Any] = {"blocks.*.up": ColwiseParallel(use_local_output=False), "blocks.*.down": RowwiseParallel()}
+# The module on one device, the one with the plan, the plan as an option, and the largest difference.
+PLANNED: dict[str, tuple[Any, Any, Any, float]] = {
+    "by the option": (Net, Net, PLAN, 1e-12),
     # Once more, with heads as before.
-    module, _ = fit(Planned, fsdp(tensor=2), 2, batch_size=12, max_epochs=1, module=module)
-    found["again"] = weights_of(module)
-    found["marks"] = weights_of(fit(Marked, fsdp(tensor=2, tensor_plan=PLAN), 2, batch_size=12)[0])
-    module, _ = fit(MadeLate, fsdp(tensor=2), 2, batch_size=12, max_epochs=1)
-    found["heads"] = module.attention.heads
-    twice = partial(fit, Cut, fsdp(tensor=2, tensor_plan=PLAN), 2)
-    nothing = partial(fit, Net, fsdp(tensor=2, tensor_plan={"first": "colwise_gather_output"}), 2)
-    none = partial(fit, Net, fsdp(tensor=2), 2, batch_size=12)
-    return found | errors_of({"twice": twice, "nothing": nothing, "none": none})
+    "by the method": (Heads, Planned, None, 1e-12),
+    "layers made late": (Heads, MadeLate, None, 1e-12),
+    "marked parameters": (Marked, Marked, PLAN, 1e-12),
+    "transposed weights": (Transposed, Transposed, PLAN, 1e-12),
+    "transposed weights by styles of torch": (Transposed, Transposed, STYLES, 1e-12),
+    # Norms of these models compute in float32. There a difference of 1e-16 is one of 6e-8 where a number is rounded up
+    # in one run and down in the other. Weights differ by 1e-9 at most then, and by 1e-17 without such a number.
+    "Llama": (Language, Language, None, 1e-8),
+    "Qwen2": (*[partial(Language, "Qwen2", tie_word_embeddings=True)] * 2, None, 1e-8),
+    "Qwen3": (*[partial(Language, "Qwen3")] * 2, None, 1e-8),
+}
+
+
+def trained(kind: Any, *strategy: Any, **options: Any) -> list[Any]:
+    """Return the weights of a fit, those of a second one, and the number of heads."""
+    module, _ = fit(kind, *strategy, batch_size=STEP, **options)
+    first = weights_of(module)
+    fit(kind, *strategy, batch_size=STEP, max_epochs=1, module=module)
+    return [first, weights_of(module), getattr(getattr(module, "attention", None), "heads", 0)]
 
 
 @pytest.mark.slow
 def test_training_by_a_plan_equals_that_of_one_device() -> None:
-    found = in_processes(2, outcomes)
-    assert_close(weights_of(fit(Net)[0]), found["option"])
-    whole, _ = fit(Heads)
-    assert_close(weights_of(whole), found["method"])
-    whole, _ = fit(Heads, max_epochs=1, module=whole)
-    assert_close(weights_of(whole), found["again"])
-    assert_close(weights_of(fit(Marked)[0]), found["marks"])
-    assert found["heads"] == whole.attention.heads
-    assert "FSDPStrategy(tensor_plan=...) would cut once more" in found["twice"]
-    assert "cuts no layer" in found["nothing"]
-    assert "first stays whole: a width of 7 is not divisible by 2." in found["nothing"]
-    ways = ("FSDPStrategy(tensor_plan={", "a method `Net.tensor_plan`", "`configure_model`, by `parallelize_module`")
-    for way in ways:
-        assert way in found["none"]
+    """Models of transformers are cut by their own plans."""
+    for tolerance in (1e-12, 1e-8):
+        cases = {name: case for name, case in PLANNED.items() if case[-1] == tolerance}
+        expected = {name: partial(trained, whole) for name, (whole, *_) in cases.items()}
+        calls = {
+            name: partial(trained, kind, fsdp(tensor=2, tensor_plan=plan), 2)
+            for name, (_, kind, plan, _) in cases.items()
+        }
+        assert_same_in_processes(2, expected, calls, tolerance)
 
 
-HALVES: dict[str, tuple[Any, dict[str, str], str]] = {
-    "the first": (
+REFUSED: dict[str, tuple[Any, Any, Sequence[str]]] = {
+    "cut twice": (Cut, PLAN, ["FSDPStrategy(tensor_plan=...) would cut once more"]),
+    "nothing cut": (
+        Net,
+        {"first": "colwise_gather_output"},
+        ["cuts no layer", "first stays whole: a width of 7 is not divisible by 2."],
+    ),
+    "no plan": (
+        Net,
+        None,
+        [
+            *("FSDPStrategy(tensor_plan={", "a method `Net.tensor_plan`"),
+            "`configure_model`, by `parallelize_module`",
+        ],
+    ),
+    "the first of two layers": (
         Net,
         {"blocks.*.up": "colwise"},
-        "blocks.0.down (Linear) takes 14 features in the last dimension, and",
+        [
+            "blocks.0.down (Linear) takes 14 features in the last dimension, and",
+            "has received 7: a layer before it is cut",
+        ],
     ),
-    "the second": (Net, {"blocks.*.down": "rowwise"}, "blocks.0.down (Linear) takes 14 features in the last dimension"),
-    "a norm between": (NormBetween, PLAN, "blocks.0.between (LayerNorm) takes 14 features"),
-    "an input that is no tensor": (ListBetween, PLAN, "This was in blocks.0.between (TakesList)"),
-    "a variable that is no input": (Mixing, {"blocks.*.up": "colwise"}, "This was in blocks.0 (FSDPMixingBlock)"),
-    "another fault": (OtherFeatures, PLAN, "This was in first (Linear)"),
-    "one of three": (Planned, {"attention.query": "colwise"}, "This was in attention (SelfAttention)"),
+    "the second of two layers": (
+        Net,
+        {"blocks.*.down": "rowwise"},
+        ["blocks.0.down (Linear) takes 14 features in the last dimension", "has received 28: it is cut"],
+    ),
+    "a norm between": (partial(Other, BlockWithNorm), PLAN, ["blocks.0.between (LayerNorm) takes 14 features"]),
+    "an input that is no tensor": (
+        partial(Other, BlockWithList),
+        PLAN,
+        ["This was in blocks.0.between (TakesList)"],
+    ),
+    "a variable that is no input": (
+        partial(Other, MixingBlock),
+        {"blocks.*.up": "colwise"},
+        ["This was in blocks.0 (FSDPMixingBlock)"],
+    ),
+    "another fault": (OtherFeatures, PLAN, ["This was in first (Linear)"]),
+    "one of three": (Planned, {"attention.query": "colwise"}, ["This was in attention (SelfAttention)"]),
 }
 
 
-def half_cut() -> dict[str, str]:
-    runs: dict[str, Any] = {}
-    for case, (kind, plan, _) in HALVES.items():
-        runs[case] = partial(fit, kind, fsdp(tensor=2, tensor_plan=plan), 2, batch_size=12)
-    return errors_of(runs)
-
-
 @pytest.mark.slow
-def test_a_plan_that_lacks_a_layer_is_named_with_its_width() -> None:
-    found = in_processes(2, half_cut)
-    for case, (*_, words) in HALVES.items():
-        assert words in found[case], found[case]
-    assert "has received 7: a layer before it is cut" in found["the first"]
-    assert "has received 28: it is cut" in found["the second"]
-
-
-# The names of models of transformers, and their options.
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen2": {"tie_word_embeddings": True},
-    "Qwen3": {},
-}
-
-
-def of_models() -> dict[str, Any]:
-    found = {}
-    for kind, options in MODELS.items():
-        module = language(kind, **options)
-        fit(Net, fsdp(tensor=2), 2, batch_size=12, module=module)
-        found[kind] = weights_of(module)
-    return found
-
-
-@pytest.mark.slow
-def test_models_of_transformers_are_cut_by_their_own_plans() -> None:
-    found = in_processes(2, of_models)
-    for kind, options in MODELS.items():
-        module = language(kind, **options)
-        fit(Net, module=module)
-        # Norms of these models compute in float32. There a difference of 1e-16 is one of 6e-8 where a number is rounded
-        # up in one run and down in the other. Weights differ by 1e-9 at most then, and by 1e-17 without such a number.
-        assert_close(weights_of(module), found[kind], 1e-8)
+def test_a_plan_that_lacks_a_layer_is_refused_with_its_name_and_width() -> None:
+    runs = {
+        name: partial(fit, kind, fsdp(tensor=2, tensor_plan=plan), 2, batch_size=STEP)
+        for name, (kind, plan, _) in REFUSED.items()
+    }
+    assert_refused_in_processes(2, runs, {name: words for name, (*_, words) in REFUSED.items()})
