@@ -8,7 +8,7 @@ from torch.optim import AdamW, Muon
 
 from tests.extensions.fsdp.programs import FEATURES, Net
 
-__all__ = ["Attention", "ByHand", "Marked", "Matrices", "Overflows", "Tied", "Unused", "Weighted"]
+__all__ = ["Attention", "ByHand", "Frozen", "Marked", "Matrices", "Overflows", "Tied", "Unused", "Weighted"]
 
 
 class Tied(Net):
@@ -24,6 +24,15 @@ class Tied(Net):
 
     def forward(self, features: Tensor) -> Tensor:
         return super().forward(features + self.back(self.again(features)))
+
+
+class Frozen(Net):
+    """A frozen block, and a layer of which one weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.first.weight.requires_grad_(False)
 
 
 class Unused(Net):

@@ -148,17 +148,24 @@ def assert_close(expected: dict[str, Any], actual: dict[str, Any], tolerance: fl
 
 
 def outcome(
-    kind: Callable[[], Any], strategy: Any = "single_device", processes: int = 1, *, again: bool = False, **options: Any
+    kind: Callable[[], Any],
+    strategy: Any = "single_device",
+    processes: int = 1,
+    *,
+    again: bool = False,
+    predicts: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Return all weights and logged values of a fit, the predictions after it, and, if asked, those of a second fit."""
+    """Return all weights and logged values of a fit, and, if asked, predictions after it, and those of a second fit."""
     options = copy.deepcopy(options)
     module, trainer = fit(kind, strategy, processes, **options)
     values = {f"first {name}": value for name, value in {**trainer.callback_metrics, **weights_of(module)}.items()}
-    values["predictions"] = torch.cat(trainer.predict(module, loader(7, 3)) or [])  # type: ignore[arg-type]
-    if not again:
-        return values
-    module, trainer = fit(kind, strategy, processes, **{**options, "max_epochs": 1, "module": module})
-    return {**values, **trainer.callback_metrics, **weights_of(module)}
+    if predicts:
+        values["predictions"] = torch.cat(trainer.predict(module, loader(7, 3)) or [])  # type: ignore[arg-type]
+    if again:
+        module, trainer = fit(kind, strategy, processes, **{**options, "max_epochs": 1, "module": module})
+        values |= {**trainer.callback_metrics, **weights_of(module)}
+    return values
 
 
 def in_processes(count: int, function: Callable[[], Any]) -> Any:

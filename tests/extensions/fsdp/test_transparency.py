@@ -11,20 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.extensions.fsdp.modules import Attention, ByHand, Marked, Tied, Unused, Weighted
+from tests.extensions.fsdp.modules import Attention, ByHand, Frozen, Marked, Tied, Unused, Weighted
 from tests.extensions.fsdp.programs import FEATURES, Net, assert_same_in_processes, fsdp, outcome
 from tests.support.all_cases import dealt
 
 # Modules
-
-
-class Frozen(Net):
-    """A frozen block, and a layer of which one weight is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].requires_grad_(False)
-        self.first.weight.requires_grad_(False)
 
 
 class Thawed(Net):

@@ -324,27 +324,27 @@ NAMES = [*BY_HAND, *AUTOMATIC, "within a forward"]
 
 
 @cache
-def outcome(name: str, units: str = "", processes: int = 1) -> dict[str, Any]:
+def trained(name: str, epochs: int, units: str = "", processes: int = 1) -> dict[str, Any]:
     strategy: Any = fsdp(**UNITS[units]) if units else "single_device"
     # The last step has 11 samples, which the processes cannot share evenly.
-    module, trainer = fit(
-        partial(program, name), strategy, processes, count=47, accumulate_grad_batches=1 + (name == "halved")
-    )
+    options = {"count": 47, "max_epochs": epochs, "accumulate_grad_batches": 1 + (name == "halved")}
+    module, trainer = fit(partial(program, name), strategy, processes, **options)
     return {**weights_of(module), **trainer.callback_metrics}
 
 
 @pytest.mark.parametrize(
-    ("units", "processes"),
+    ("units", "processes", "epochs"),
     [
-        ("automatic", 2),
-        pytest.param("one", 2, marks=pytest.mark.slow),
-        pytest.param("named", 3, marks=pytest.mark.slow),
-        pytest.param("kept", 2, marks=pytest.mark.slow),
+        ("automatic", 2, 1),
+        pytest.param("one", 2, 2, marks=pytest.mark.slow),
+        pytest.param("named", 3, 2, marks=pytest.mark.slow),
+        pytest.param("kept", 2, 1, marks=pytest.mark.slow),
     ],
 )
-def test_what_a_step_does_with_parameters_has_the_effect_of_one_device(units: str, processes: int) -> None:
-    expected = {name: partial(outcome, name) for name in NAMES}
-    assert_same_in_processes(processes, expected, {name: partial(outcome, name, units, processes) for name in NAMES})
+def test_what_a_step_does_with_parameters_has_the_effect_of_one_device(units: str, processes: int, epochs: int) -> None:
+    expected = {name: partial(trained, name, epochs) for name in NAMES}
+    calls = {name: partial(trained, name, epochs, units, processes) for name in NAMES}
+    assert_same_in_processes(processes, expected, calls)
 
 
 # What is refused

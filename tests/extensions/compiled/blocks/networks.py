@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.extensions.fsdp import modules
 from tests.extensions.fsdp.programs import FEATURES, Net
 
 __all__ = [
@@ -32,17 +33,16 @@ class Plain(Net):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-class Attention(Plain):
-    """Torch's own layers."""
+class Attention(Plain, modules.Attention):
+    pass
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(1, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
-    def forward(self, features: Tensor) -> Tensor:
-        return super().forward(self.encoder(self.embedding(features.unsqueeze(-1)))[:, 0])
+class Tied(Plain, modules.Tied):
+    pass
+
+
+class Frozen(Plain, modules.Frozen):
+    """A frozen block is another kind."""
 
 
 class Whole(Plain):
@@ -65,23 +65,6 @@ class Perceptron(Plain):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(7, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 7)) for width in (9, 5)
         )
-
-
-class Tied(Plain):
-    """Two blocks share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].up.weight = self.blocks[1].up.weight
-
-
-class Frozen(Plain):
-    """A frozen block, which is another kind, and a layer of which one weight is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].requires_grad_(False)
-        self.first.weight.requires_grad_(False)
 
 
 class Convolution(nn.Module):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,18 @@ def all_trained(kinds: Any, strategy: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_weights_are_those_of_one_device(strategy: str) -> None:
+def test_weights_in_processes_are_those_of_one_device(strategy: str) -> None:
     of_networks = in_processes(2, partial(all_trained, NETWORKS, strategy))
     for kind, weights in zip(NETWORKS, of_networks, strict=True):
         assert_close(trained(kind, "single_device", 1), weights, TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["pipeline", "dp"])
-@pytest.mark.parametrize("kind", [kind for kind in NETWORKS if kind is not Whole])
-def test_weights_in_one_process(kind: Callable[[], Any], strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [(kind, ("pipeline", "dp")[number % 2]) for number, kind in enumerate(NETWORKS) if kind is not Whole],
+)
+def test_weights_of_two_devices_in_one_process_are_those_of_one(kind: Callable[[], Any], strategy: str) -> None:
     assert_close(trained(kind, "single_device", 1), trained(kind, strategy, 2, compile=AOT, batch_size=STEP), TOLERANCE)
     torch.compiler.reset()
 
@@ -111,7 +114,7 @@ def unequal() -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.mark.slow
-def test_all_processes_decide_alike() -> None:
+def test_all_processes_keep_a_block_eager_that_one_of_them_compiles_to_something_else() -> None:
     weights, calls = in_processes(2, unequal)
     # Of 4 steps in 2 processes: the first of 3 blocks, and all of 2 others.
     assert calls == 6 + 2 * 2 * 4
@@ -135,43 +138,40 @@ register_backend(partial(fail_after, 0), name="fails_at_once")
 register_backend(partial(fail_after, 1), name="fails_later")
 
 
-def with_backend(kind: Callable[[], Any], strategy: str, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def with_backend(kind: Callable[[], Any], strategy: str, name: str, rank: int, warning: str) -> Any:
+    """Return weights and rows of the summary; the process of this rank warns."""
     COMPILED.clear()
-    module, trainer = fit(kind, strategy, 2, compile={"backend": name})
+    warns = pytest.warns(UserWarning, match=warning) if torch.distributed.get_rank() == rank else nullcontext()
+    with warns:
+        module, trainer = fit(kind, strategy, 2, compile={"backend": name})
     return weights_of(module), trainer.run_state.summary_rows
 
 
-def with_failing_backend(strategy: str) -> Any:
-    if torch.distributed.get_rank():
-        return with_backend(Counting, strategy, "fails_at_once")
-    with pytest.warns(
-        UserWarning, match=r"blocks.0 and 2 more \((FSDP)?CountingBlock\) stays eager, because no compiler"
-    ):
-        return with_backend(Counting, strategy, "fails_at_once")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_process_that_fails_keeps_all_eager(strategy: str) -> None:
-    weights, rows = in_processes(2, partial(with_failing_backend, strategy))
-    assert "compiled blocks" not in rows
-    assert_close(trained(Counting, "single_device", 1, max_epochs=2), weights, TOLERANCE)
-
-
-def with_later_failure(strategy: str) -> Any:
-    if not torch.distributed.get_rank():
-        return with_backend(Lengths, strategy, "fails_later")
-    with pytest.warns(UserWarning, match=r"stays eager in process 1 from now on, because no compiler here"):
-        return with_backend(Lengths, strategy, "fails_later")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_process_that_fails_later_computes_on(strategy: str) -> None:
-    # Another length is compiled anew; the first process does that alone.
-    weights, rows = in_processes(2, partial(with_later_failure, strategy))
-    assert rows["compiled blocks"].startswith("3, by 1 ")
-    assert_close(trained(Lengths, "single_device", 1, max_epochs=2), weights, TOLERANCE)
+@pytest.mark.parametrize(
+    ("kind", "backend", "rank", "warning", "blocks"),
+    [
+        (
+            Counting,
+            "fails_at_once",
+            0,
+            r"blocks.0 and 2 more \((FSDP)?CountingBlock\) stays eager, because no",
+            "",
+        ),
+        # Another length is compiled anew; the first process does that alone.
+        (Lengths, "fails_later", 1, "stays eager in process 1 from now on, because no compiler here", "3, by 1 "),
+    ],
+)
+def test_blocks_stay_eager_where_one_process_cannot_compile(
+    kind: Any, backend: str, rank: int, warning: str, blocks: str, strategy: str
+) -> None:
+    """All processes do at first; later the one that fails computes on alone."""
+    weights, rows = in_processes(2, partial(with_backend, kind, strategy, backend, rank, warning))
+    found = rows.get("compiled blocks", "")
+    assert found.startswith(blocks)
+    assert bool(found) == bool(blocks)
+    assert_close(trained(kind, "single_device", 1, max_epochs=2), weights, TOLERANCE)
 
 
 # Checkpoints
@@ -189,7 +189,7 @@ def resumed(strategy: str, folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_resumed_runs_and_names_in_checkpoints(strategy: str, tmp_path: Path) -> None:
+def test_checkpoints_have_the_names_of_eager_modules_and_are_resumed(strategy: str, tmp_path: Path) -> None:
     weights, names, blocks = in_processes(2, partial(resumed, strategy, tmp_path))
     assert blocks.startswith("3, by ")
     assert names == sorted(Counting().state_dict())
@@ -216,7 +216,7 @@ def check_kernels(strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_kernels_of_the_compiler(strategy: str) -> None:
+def test_kernels_of_the_compiler_in_processes(strategy: str) -> None:
     check_kernels(strategy)
 
 

@@ -11,10 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from equipoise import ConfigurationError, PipelineStrategy, RunSummary, Trainer
+from equipoise import PipelineStrategy, RunSummary
 from equipoise.extensions.compiled.blocks.choice import choose_blocks
 from tests.extensions.compiled.blocks.networks import AOT, Counting, CountingBlock, Frozen, Pairs, Plain, Whole
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, weights_of
+from tests.support.trainer_runs import refuses
 
 
 class NoisyBlock(CountingBlock):
@@ -68,7 +69,7 @@ def reset() -> Any:
     torch.compiler.reset()
 
 
-def test_by_hand_with_random_numbers_and_names_as_ever() -> None:
+def test_manual_optimisation_with_random_numbers_equals_eager_blocks_and_keeps_names() -> None:
     looks = InRun()
     torch.manual_seed(5)
     eager, of_eager = fit(Noisy, count=48)
@@ -242,7 +243,9 @@ class Wrong(Plain):
         (Plain, {"activation_checkpointing": ["blocks.*"]}, "activation_checkpointing computes its submodules"),
     ],
 )
-def test_what_stays_eager(kind: Callable[[], Any], options: dict[str, Any], reason: str) -> None:
+def test_a_block_that_cannot_be_compiled_stays_eager_with_the_reason(
+    kind: Callable[[], Any], options: dict[str, Any], reason: str
+) -> None:
     eager, _ = fit(kind, count=48)
     with pytest.warns(UserWarning, match=reason):
         compiled, _ = fit(kind, count=48, compile=AOT, **options)
@@ -280,7 +283,7 @@ class Looking(Callback):
         (Counting, [Looking()], 1, r"Compiled steps: the training step stays eager, because the hook on_before_backw"),
     ],
 )
-def test_its_repeated_blocks_are_compiled(
+def test_repeated_blocks_of_a_step_that_stays_eager_are_compiled(
     kind: Callable[[], Any],
     callbacks: list[Callback],
     eager_calls: int,
@@ -302,7 +305,7 @@ def names_of(module: nn.Module) -> list[str]:
     return [block.name for block in choose_blocks(module)]
 
 
-def test_the_choice_of_blocks() -> None:
+def test_repeated_blocks_are_chosen_or_else_whole_parts() -> None:
     assert names_of(Plain()) == ["blocks.0", "blocks.1", "blocks.2"]
     assert names_of(Frozen()) == ["blocks.0", "blocks.1", "blocks.2"]
     assert names_of(Pairs()) == [f"blocks.{number}" for number in range(4)]
@@ -323,57 +326,41 @@ def test_the_choice_of_blocks() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ensemble",
-        "hogwild",
-        "virtual",
-        PipelineStrategy(engine="processes"),
-        PipelineStrategy(schedule="interleaved_zero_bubble"),
-    ],
-)
-def test_strategies_that_call_no_blocks(strategy: Any) -> None:
-    processes = 1 if strategy == "ensemble" else 2
-    name = strategy if isinstance(strategy, str) else strategy.name
-    with pytest.raises(ConfigurationError, match=f"compile=True compiles blocks of the network, but strategy='{name}'"):
-        fit(Plain, strategy, processes, compile=True)
-
-
-def test_auto_measures_whole_steps() -> None:
-    with pytest.raises(ConfigurationError, match="compile='auto' measures whole steps, but the module optimises by"):
-        fit(Noisy, compile="auto")
-    with pytest.raises(ConfigurationError, match="compile='auto' measures whole steps, but strategy='ddp'"):
-        fit(Plain, "ddp", 2, compile="auto")
+NO_BLOCKS = "compile=True compiles blocks of the network, but strategy='{}'"
+WHOLE = "compile='auto' measures whole steps, but "
+NOT_TAKEN = "compile: torch does not take these options. "
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "strategy", "processes", "chosen", "words"),
     [
-        ({"mode": "default"}, "compile has no option 'mode'. Its options are backend, dynamic, options"),
-        ({"backend": 3}, "compile: backend must be"),
-        ({"dynamic": "yes"}, "compile: dynamic must be"),
-        ({"options": [1]}, "compile: options must be"),
+        (Plain, "ensemble", 1, True, [NO_BLOCKS.format("ensemble")]),
+        (Plain, "hogwild", 2, True, [NO_BLOCKS.format("hogwild")]),
+        (Plain, "virtual", 2, True, [NO_BLOCKS.format("virtual")]),
+        (Plain, PipelineStrategy(engine="processes"), 2, True, [NO_BLOCKS.format("pipeline")]),
+        (Plain, PipelineStrategy(schedule="interleaved_zero_bubble"), 2, True, [NO_BLOCKS.format("pipeline")]),
+        (Noisy, "single_device", 1, "auto", [WHOLE + "the module optimises by"]),
+        (Plain, "ddp", 2, "auto", [WHOLE + "strategy='ddp'"]),
+        (
+            Plain,
+            "single_device",
+            1,
+            {"mode": "default"},
+            ["compile has no option 'mode'. Its options are backend,"],
+        ),
+        (Plain, "single_device", 1, {"backend": 3}, ["compile: backend must be"]),
+        (Plain, "single_device", 1, {"dynamic": "yes"}, ["compile: dynamic must be"]),
+        (Plain, "single_device", 1, {"options": [1]}, ["compile: options must be"]),
+        (Plain, "single_device", 1, {"backend": "indoctor"}, ["compile: there is no backend 'indoctor'"]),
+        (Plain, "single_device", 1, {"options": {"max_autotun": True}}, [NOT_TAKEN, "max_autotun"]),
+        (Plain, "single_device", 1, {"options": {"max_autotune": "yes"}}, [NOT_TAKEN, "max_autotune"]),
+        (
+            *(Plain, "single_device", 1, {**AOT, "options": {"max_autotune": True}}),
+            ["compile: options are settings of the backend 'inductor', not of"],
+        ),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        Trainer(compile=options)
-
-
-def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="compile: there is no backend 'indoctor'"):
-        fit(Plain, compile={"backend": "indoctor"})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"options": {"max_autotun": True}}, "compile: torch does not take these options. .*max_autotun"),
-        ({"options": {"max_autotune": "yes"}}, "compile: torch does not take these options. .*max_autotune"),
-        ({**AOT, "options": {"max_autotune": True}}, "compile: options are settings of the backend 'inductor', not of"),
-    ],
-)
-def test_options_of_the_backend_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        fit(Plain, compile=options)
+def test_strategies_without_blocks_and_unknown_options_are_refused(
+    kind: Any, strategy: Any, processes: int, chosen: Any, words: list[str]
+) -> None:
+    refuses(lambda: fit(kind, strategy, processes, compile=chosen), *words)

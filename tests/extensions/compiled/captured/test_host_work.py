@@ -58,12 +58,12 @@ def test_functions_of_torch_are_known() -> None:
         host_work.check_functions(Traced("call_function", function))
 
 
-def test_other_functions_are_not() -> None:
+def test_functions_of_others_are_refused() -> None:
     with pytest.raises(CompilerError, match="it calls own, whose Python code a replay would not run"):
         host_work.check_functions(Traced("call_function", own))
 
 
-def test_operations_of_others_are_not() -> None:
+def test_operations_of_other_libraries_are_refused() -> None:
     with torch.library._scoped_library("host_work_tests", "FRAGMENT") as library:
         library.define("double(Tensor x) -> Tensor")
         for operation in (torch.ops.host_work_tests.double, torch.ops.host_work_tests.double.default):
@@ -71,13 +71,13 @@ def test_operations_of_others_are_not() -> None:
                 host_work.check_functions(Traced("call_function", operation))
 
 
-def test_hooks_on_tensors() -> None:
+def test_hooks_on_tensors_are_refused() -> None:
     with pytest.raises(CompilerError, match="registers a hook"):
         host_work.check_functions(Traced("call_method", "register_hook"))
     host_work.check_functions(Traced("call_method", "detach"))
 
 
-def test_inputs() -> None:
+def test_inputs_that_are_no_tensors_of_the_device_are_refused() -> None:
     host_work.check_inputs([torch.ones(2)], CPU)
     with pytest.raises(CompilerError, match=r"the number 3, which a replay would not read again"):
         host_work.check_inputs([torch.ones(2), 3], CPU)
@@ -85,7 +85,7 @@ def test_inputs() -> None:
         host_work.check_inputs([torch.ones(2, device="meta")], CPU)
 
 
-def test_work_of_the_host() -> None:
+def test_work_of_the_host_in_a_forward_is_refused() -> None:
     weight = torch.ones(2, requires_grad=True)
     with host_work.on_device_only(CPU):
         (weight * 2).sum().backward()
@@ -95,7 +95,7 @@ def test_work_of_the_host() -> None:
         weight.sum().item()
 
 
-def test_work_of_the_host_in_a_backward() -> None:
+def test_work_of_the_host_in_a_backward_is_refused() -> None:
     class Reads(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The inner workings of torch's compiler that compiled steps rely on are still there, and do what is relied upon."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +18,8 @@ from equipoise.extensions.compiled.interop.features import CAPTURE, COMPILE, COM
 from equipoise.interop import adapters
 from equipoise.interop.adapters import Feature
 
-
-@pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run graphs as they were traced."""
-    monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: graph.forward)
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("lowering")
+X = torch.ones(3, 2, dtype=torch.float64)
 
 
 class Steps:
@@ -41,7 +36,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("feature", [COMPILE, CAPTURE], ids=lambda feature: feature.key)
-def test_torch_has_what_is_needed(feature: Feature) -> None:
+def test_torch_has_the_names_that_are_needed(feature: Feature) -> None:
     assert why_not_compiled(feature) is None
 
 
@@ -58,79 +53,70 @@ def test_every_setting_is_among_the_names_that_are_checked() -> None:
     assert all(f"torch._dynamo.config.{name}" in names for name in compiling._SETTINGS)
 
 
-def test_the_backward_is_a_part() -> None:
+def test_a_compiled_function_computes_its_backward() -> None:
     steps = Steps()
     function = CompiledFunction(steps.compute)
-    x = torch.ones(3, 2, dtype=torch.float64)
     with pytest.raises(NewVariant):
-        function(x)
+        function(X)
     assert steps.layer.weight.grad is None
-    loss = function.compile(x)
+    loss = function.compile(X)
     expected = Steps()
     expected.layer.load_state_dict(steps.layer.state_dict())
-    assert torch.allclose(loss, expected.compute(x), rtol=1e-14)
+    assert torch.allclose(loss, expected.compute(X), rtol=1e-14)
     assert torch.equal(steps.layer.weight.grad, expected.layer.weight.grad)
     # The variant is there now.
     steps.layer.zero_grad()
-    function(x)
+    function(X)
 
 
-def test_conditions() -> None:
+def test_gradients_and_attributes_are_conditions_of_a_variant() -> None:
     steps = Steps()
     function = CompiledFunction(steps.compute)
-    x = torch.ones(3, 2, dtype=torch.float64)
-    function.compile(x)
+    function.compile(X)
     steps.layer.zero_grad()
-    function(x)
+    function(X)
     # The gradients are there now, and would be added to.
     with pytest.raises(NewVariant):
-        function(x)
+        function(X)
     steps.layer.zero_grad()
     steps.scale = 3.0
     with pytest.raises(NewVariant):
-        function(x)
-    assert function.unmet_conditions(x) == ["self.scale == 2.0"]
+        function(X)
+    assert function.unmet_conditions(X) == ["self.scale == 2.0"]
     assert steps.layer.weight.grad is None
 
 
-def add_forward_hook(layer: nn.Linear) -> None:
-    layer.register_forward_hook(lambda *args: None)
-
-
-def freeze(layer: nn.Linear) -> None:
-    layer.weight.requires_grad_(False)
-
-
-def evaluate(layer: nn.Linear) -> None:
-    layer.eval()
-
-
-@pytest.mark.parametrize("change", [add_forward_hook, freeze, evaluate])
-def test_changes_of_modules_are_noticed(change: Callable[[nn.Linear], Any]) -> None:
-    steps = Steps()
-    dropout = nn.Dropout(0.5)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, dropout: layer.register_forward_hook(lambda *args: None),
+        lambda layer, dropout: layer.weight.requires_grad_(False),
+        lambda layer, dropout: dropout.eval(),
+    ],
+    ids=["a hook", "frozen", "evaluating"],
+)
+def test_changes_of_modules_are_conditions(change: Callable[..., Any]) -> None:
+    steps, dropout = Steps(), nn.Dropout(0.5)
     compute = steps.compute
     function = CompiledFunction(lambda x: compute(dropout(x)))
-    x = torch.ones(3, 2, dtype=torch.float64)
-    function.compile(x)
+    function.compile(X)
     steps.layer.zero_grad()
-    function(x)
+    function(X)
     steps.layer.zero_grad()
-    change(dropout if change is evaluate else steps.layer)  # type: ignore[arg-type]
+    change(steps.layer, dropout)
     with pytest.raises(NewVariant):
-        function(x)
+        function(X)
 
 
 def test_functions_with_the_same_code_have_variants_of_their_own() -> None:
-    x = torch.ones(3, 2, dtype=torch.float64)
     first = CompiledFunction(Steps().compute)
-    first.compile(x)
-    for _ in range(10):
-        CompiledFunction(Steps().compute).compile(x)
+    first.compile(X)
+    for _ in range(8):
+        CompiledFunction(Steps().compute).compile(X)
     second = CompiledFunction(Steps().compute)
     with pytest.raises(NewVariant):
-        second(x)
-    assert second.unmet_conditions(x) == []
+        second(X)
+    assert second.unmet_conditions(X) == []
 
 
 def prints(x: Tensor) -> Tensor:
@@ -138,7 +124,7 @@ def prints(x: Tensor) -> Tensor:
     return x
 
 
-def test_the_reason_names_the_line() -> None:
+def test_the_reason_of_an_error_names_the_line() -> None:
     with pytest.raises(CompilerError, match=rf"test_compiling.py, line {prints.__code__.co_firstlineno + 1}"):
         CompiledFunction(prints).compile(torch.ones(1))
 
@@ -149,7 +135,7 @@ def test_errors_of_the_computation_stay_as_they_are(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: fail)
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
-        CompiledFunction(Steps().compute).compile(torch.ones(3, 2, dtype=torch.float64))
+        CompiledFunction(Steps().compute).compile(X)
 
 
 def test_modes_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +150,10 @@ def test_modes_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     modes = compiling._Modes()
     function = CompiledFunction(Steps().compute)
     with pytest.raises(torch.OutOfMemoryError):
-        function.compile(torch.ones(3, 2, dtype=torch.float64))
+        function.compile(X)
     assert torch.is_grad_enabled()
     with pytest.raises(torch.OutOfMemoryError):
-        function(torch.ones(3, 2, dtype=torch.float64))
+        function(X)
     assert vars(compiling._Modes()) == vars(modes)
 
 
@@ -183,7 +169,7 @@ def test_casts_are_forgotten_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compiling, "_lower", lambda graph, inputs: fail)
     function = CompiledFunction(Steps().compute)
     with pytest.raises(torch.OutOfMemoryError):
-        function.compile(torch.ones(3, 2, dtype=torch.float64))
+        function.compile(X)
     with torch.no_grad():
         weight.zero_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -207,19 +193,18 @@ def test_an_optimiser_that_is_read_stays_as_it_is() -> None:
     """The compiler would note at the parameters that they are constants, and replace settings."""
     steps = Optimized()
     function = CompiledFunction(steps.compute)
-    x = torch.ones(3, 2, dtype=torch.float64)
-    function.compile(x)
+    function.compile(X)
     assert function.leaves()
     assert steps.layer.weight.grad is not None
     assert getattr(steps.layer.weight, "_dynamo_static_input_type", None) != "guarded"
     function.restore()
     assert steps.layer.weight.grad is None
-    function(x)
+    function(X)
     steps.layer.zero_grad()
     # The number is a condition.
     steps.optimizer.param_groups[0]["lr"] = 0.25
     with pytest.raises(NewVariant):
-        function(x)
+        function(X)
 
 
 def test_the_compiler_has_a_class_for_optimisers() -> None:

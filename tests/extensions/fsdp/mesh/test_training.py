@@ -32,12 +32,13 @@ pytestmark = pytest.mark.filterwarnings(
 @cache
 def on_one_device(case: str) -> dict[str, Any]:
     kind, _, options = {**CASES, **RANDOM}[case]
-    return outcome(kind, **options)
+    return outcome(kind, predicts=True, **options)
 
 
 def on_mesh(case: str, rows: int, columns: int) -> dict[str, Any]:
     _, kind, options = {**CASES, **RANDOM}[case]
-    return outcome(kind, fsdp(tensor=columns), rows * columns, **{"batch_size": STEP // rows, **options})
+    chosen = {"batch_size": STEP // rows, "predicts": True, **options}
+    return outcome(kind, fsdp(tensor=columns), rows * columns, **chosen)
 
 
 @pytest.mark.slow
