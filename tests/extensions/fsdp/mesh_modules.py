@@ -96,28 +96,17 @@ class CutByRank(ByRank):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
-class ShardedOverAll(PlainCut):
-    """Shards a layer over all processes."""
+class ShardedOver(PlainCut):
+    """Shards a layer over all processes ("all"), over rows with a copy for each batch ("mesh"), or over one row."""
+
+    def __init__(self, processes: str) -> None:
+        super().__init__()
+        self.over = processes
 
     def configure_model(self) -> None:
         super().configure_model()
-        fully_shard(self.first)
-
-
-class ShardedOverMesh(PlainCut):
-    """Shards a layer over rows, with a copy for each batch."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        fully_shard(self.first, mesh=self.device_mesh)
-
-
-class ShardedOverRow(PlainCut):
-    """Shards a layer over processes that compute the same batch."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        fully_shard(self.first, mesh=self.device_mesh["tensor_parallel"])
+        meshes = {"all": None, "mesh": self.device_mesh, "row": self.device_mesh["tensor_parallel"]}
+        fully_shard(self.first, mesh=meshes[self.over])
 
 
 class ShardedAlone(PlainNet):

@@ -66,12 +66,11 @@ def test_an_unknown_name_is_refused_with_those_of_extensions() -> None:
     assert not any(isinstance(callback, Float8Training) for callback in trainer(precision="bf16-mixed").callbacks)
 
 
-@pytest.mark.parametrize("override", ["trainer.precision=fp8-true", "precision=fp8-true"])
-def test_the_command_line_takes_the_name(override: str, tmp_path: Path) -> None:
+def test_the_command_line_takes_the_name(tmp_path: Path) -> None:
     (tmp_path / "module").mkdir()
     (tmp_path / "module" / "full.yaml").write_text("_target_: tests.extensions.quantization.qlora.Full")
     folders = [Path(equipoise.__file__).parent / "conf", tmp_path]
-    values = compose_values(["module=full", override], folders, tmp_path)
+    values = compose_values(["module=full", "precision=fp8-true"], folders, tmp_path)
     assert values["trainer"]["precision"] == "fp8-true"
 
 

@@ -1,15 +1,38 @@
-"""Training on sequences that are divided over processes: equal to one device, in float64."""
+"""Training on sequences that are divided over processes: equal to one device in float64, or refused."""
 
+from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanMetric
 
-from tests.extensions.fsdp.context.networks import CASES, DECODER, ONE_ROW, Gpt, Task, fit, of_transformers, samples
-from tests.extensions.fsdp.programs import assert_same_in_processes, fsdp
+from tests.extensions.fsdp.context.networks import (
+    CASES,
+    DECODER,
+    ONE_ROW,
+    Attention,
+    CountedPositions,
+    Gpt,
+    Task,
+    Weighted,
+    fit,
+    of_transformers,
+    samples,
+)
+from tests.extensions.fsdp.programs import (
+    SavesAfter,
+    assert_close,
+    assert_refused_in_processes,
+    assert_same_in_processes,
+    fsdp,
+)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")]
 
 
 @cache
@@ -40,13 +63,13 @@ def test_a_row_without_a_batch() -> None:
 class OwnLoss(Task):
     """Leaves the shift of the labels and the loss to the model."""
 
-    def loss(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.network.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.network.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
         return loss
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         # Shifted before sequences are divided.
-        return {**batch, "labels": torch.nn.functional.pad(batch["shift_labels"], (1, 0), value=-100)[:, :-1]}
+        return {**batch, "labels": functional.pad(batch["shift_labels"], (1, 0), value=-100)[:, :-1]}
 
 
 class Packed(Task):
@@ -58,10 +81,10 @@ class Packed(Task):
         positions = torch.cat([torch.arange(3), torch.arange(7), torch.arange(6)])
         return {**batch, "position_ids": positions.expand(batch["input_ids"].shape)}
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch: Any) -> Tensor:
         # With a cache, transformers takes a sample for one sequence.
         outputs = self.network.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=self.keeps)
-        return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["shift_labels"].flatten())
+        return functional.cross_entropy(outputs.logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
 class PackedWithCache(Packed):
@@ -88,3 +111,150 @@ def test_samples_have_labels_in_one_process_alone() -> None:
     labels = torch.stack([sample["shift_labels"] for sample in samples()])
     assert (labels[:, :6] == -100).all()
     assert (labels[:, 8:15] != -100).all()
+
+
+# Accumulation windows
+
+PLAN = {"network.perceptron.1": "colwise", "network.perceptron.3": "rowwise"}
+# The options of the strategy, and the number of processes.
+MESHES: dict[str, tuple[dict[str, Any] | None, int]] = {
+    "one device": (None, 1),
+    "context 2": ({"context": 2}, 2),
+    "context 2, in folders": ({"context": 2, "checkpoints": "sharded"}, 2),
+    "context 2 x tensor 2": ({"context": 2, "tensor": 2, "tensor_plan": PLAN}, 4),
+    "both, in folders": ({"context": 2, "tensor": 2, "tensor_plan": PLAN, "checkpoints": "sharded"}, 4),
+}
+
+
+def run(kind: Any, mesh: str, **options: Any) -> dict[str, Any]:
+    strategy, processes = MESHES[mesh]
+    chosen = "single_device" if strategy is None else fsdp(**strategy)
+    options = {"accumulate_grad_batches": 2, "max_epochs": 1, **options}
+    return fit(lambda: kind(Gpt()), chosen, processes, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "writer", "reader"),
+    [
+        (Weighted, "context 2", "one device"),
+        (Task, "context 2 x tensor 2", "context 2"),
+        (Weighted, "one device", "context 2 x tensor 2"),
+        (Task, "context 2, in folders", "both, in folders"),
+        (Weighted, "both, in folders", "one device"),
+    ],
+)
+def test_a_run_continues_within_a_window_on_another_mesh(kind: Any, writer: str, reader: str, tmp_path: Path) -> None:
+    """Three batches were seen, of which the last has begun a window."""
+    path = tmp_path / "open.ckpt"
+    run(kind, writer, callbacks=[SavesAfter(path, 2)])
+    assert_close(run(kind, "one device"), run(kind, reader, ckpt_path=path), tolerance=1e-10)
+
+
+class Middle(Weighted):
+    """Has labels in the middle alone, which the first of two processes does not have."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        labels = batch["shift_labels"].clone()
+        labels[:, :5] = labels[:, 11:] = -100
+        return {**batch, "shift_labels": labels}
+
+
+def test_a_process_without_weight_counts_for_nothing() -> None:
+    runs = [{"weighted": partial(run, Middle, mesh)} for mesh in ("one device", "context 2")]
+    assert_same_in_processes(2, *runs, tolerance=1e-10)
+
+
+# What is refused
+
+
+class ByHand(Attention):
+    """Attention that is no function of torch."""
+
+    def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        keys = self.keys(hidden)
+        scores = self.queries(hidden) @ keys.transpose(1, 2)
+        later = torch.ones(hidden.size(1), hidden.size(1), dtype=torch.bool).triu(1)
+        return hidden + self.output(scores.masked_fill(later, -torch.inf).softmax(-1) @ keys)
+
+
+class Windowed(Attention):
+    """A mask that is neither causal nor one of keys."""
+
+    def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        near = torch.ones(hidden.size(1), hidden.size(1), dtype=torch.bool).tril().triu(-1)
+        query = self.queries(hidden)
+        return hidden + self.output(functional.scaled_dot_product_attention(query, query, query, near))
+
+
+class Shifting(Task):
+    """Shifts the labels in the step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.network(batch)[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+class Measuring(Task):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any) -> Any:
+        self.mean(batch["number"])
+        return super().training_step(batch)
+
+
+class Manual(Task):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.automatic_optimization = False
+
+
+class SkippedInOne(Task):
+    """Returns no loss in one process of a row."""
+
+    def training_step(self, batch: Any) -> Any:
+        output = super().training_step(batch)
+        return None if batch["position_ids"][0, 0] else output
+
+
+class UnequalDims(Task):
+    """Says which entries are divided, of which one is shorter."""
+
+    def context_dims(self, batch: Any) -> dict[str, int]:
+        return {"input_ids": 1, "number": 0}
+
+
+def with_attention(kind: type[Attention]) -> Callable[[], Task]:
+    def make() -> Task:
+        network = Gpt()
+        network.blocks = nn.ModuleList([kind("causal")])
+        return Task(network)
+
+    return make
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "attention by hand": (with_attention(ByHand), ["ConfigurationError: ", "compute attention by torch's `scaled_dot"]),
+    "counted positions": (
+        lambda: Task(CountedPositions()),
+        ["ConfigurationError: ", "Take positions from `position_ids`"],
+    ),
+    "labels shifted in the step": (lambda: Shifting(Gpt()), ["ConfigurationError: ", "shift labels in the data"]),
+    "a window": (
+        with_attention(Windowed),
+        ["StepError: ", "has a mask of shape [8, 8], where each process has 8 of 16"],
+    ),
+    "a metric": (lambda: Measuring(Gpt()), ["StepError: `training_step` has updated a metric"]),
+    "by hand": (lambda: Manual(Gpt()), ["ConfigurationError: ", "which manual optimisation does not"]),
+    "skipped in one": (lambda: SkippedInOne(Gpt()), ["StepError: ", "returned None in some of the 2 processes"]),
+    "unequal lengths": (
+        lambda: UnequalDims(Gpt()),
+        ["StepError: ", "divides 'number' along dimension 0, whose length is 4"],
+    ),
+}
+
+
+def test_what_cannot_be_computed_on_parts_of_sequences_is_refused() -> None:
+    runs = {case: partial(fit, make, fsdp(context=2), 2) for case, (make, _) in REFUSED.items()}
+    assert_refused_in_processes(2, runs, {case: words for case, (_, words) in REFUSED.items()})

@@ -39,18 +39,18 @@ class OnMesh(modules.PlainCut):
 
 
 UNIT = "weight of the unit first is not in shards over self.device_mesh['data_parallel'] alone"
-REFUSED = {
-    "ShardedOverAll": UNIT,
-    "ShardedOverMesh": UNIT,
-    "ShardedOverRow": UNIT,
-    "ShardedAlone": "ShardedAlone has no layer that is cut over 2 processes",
-    "CutWithBuffer": "blocks.1.up.factor is a buffer of a layer that is cut",
+REFUSED: dict[str, tuple[Any, str]] = {
+    "over all": (partial(modules.ShardedOver, "all"), UNIT),
+    "over the mesh": (partial(modules.ShardedOver, "mesh"), UNIT),
+    "over a row": (partial(modules.ShardedOver, "row"), UNIT),
+    "nothing cut": (modules.ShardedAlone, "ShardedAlone has no layer that is cut over 2 processes"),
+    "a buffer": (modules.CutWithBuffer, "blocks.1.up.factor is a buffer of a layer that is cut"),
 }
 
 
 def test_shards_over_other_processes_than_a_column_are_refused() -> None:
-    runs = {kind: partial(fit, getattr(modules, kind), fsdp(tensor=2), 4, max_epochs=1) for kind in REFUSED}
-    assert_refused_in_processes(4, runs, REFUSED)
+    runs = {name: partial(fit, kind, fsdp(tensor=2), 4, max_epochs=1) for name, (kind, _) in REFUSED.items()}
+    assert_refused_in_processes(4, runs, {name: words for name, (_, words) in REFUSED.items()})
 
 
 class InGroup(Counting):
