@@ -37,12 +37,12 @@ def outcome(gradient: Tensor | None = GRADIENT, outputs: Any = ONE, buffer: Tens
         ({"count": 1.0}, "it returns, logs or registers other values"),
     ],
 )
-def test_differences(changed: dict[str, Any], difference: str) -> None:
+def test_the_first_difference_of_two_outcomes_is_named(changed: dict[str, Any], difference: str) -> None:
     assert outcome(number=1.0).first_difference(outcome(**{"number": 1.0, **changed}), TOLERANCE) == difference
 
 
 @pytest.mark.parametrize("draw", [torch.rand, numpy.random.rand, lambda count: random.random()])
-def test_draws(draw: Any) -> None:
+def test_other_random_numbers_are_a_difference(draw: Any) -> None:
     expected = outcome()
     assert expected.first_difference(outcome(), TOLERANCE) is None
     draw(1)
@@ -59,7 +59,7 @@ def test_rounding_is_no_difference() -> None:
     assert expected.first_difference(Outcome([*others, logged]), TOLERANCE) is None
 
 
-def test_values_that_are_not_finite() -> None:
+def test_values_that_are_not_finite_equal_themselves() -> None:
     gradient = GRADIENT.clone()
     gradient[0, 0] = torch.nan
     infinite = torch.tensor(torch.inf, dtype=torch.float64)

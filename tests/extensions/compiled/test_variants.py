@@ -32,7 +32,7 @@ class Program:
         lambda rows: Pair(torch.ones(rows), torch.ones(2)),
     ],
 )
-def test_shapes(make: Any) -> None:
+def test_batches_are_told_apart_by_the_shapes_of_their_tensors(make: Any) -> None:
     assert shape_of(make(3)) == shape_of(make(3))
     assert shape_of(make(3)) != shape_of(make(4))
     hash(shape_of(make(3)))
@@ -63,7 +63,7 @@ def test_shapes_that_never_come_again_take_no_memory(monkeypatch: pytest.MonkeyP
     assert of_program.of(torch.ones(7), True) is not None
 
 
-def test_trials_have_an_end() -> None:
+def test_a_variant_has_a_limited_number_of_trials() -> None:
     variant = variants.Variant(Compiling().function(Program()))  # type: ignore[arg-type]
     assert [variant.begin_trial() for _ in range(5)] == [True] * 4 + [False]
     variant = variants.Variant(Compiling().function(Program()))  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_are_the_same_to_the_bit(case: str) -> None:
+def test_training_with_weights_gathered_in_float8_is_the_same_to_the_bit(case: str) -> None:
     whole, gathered = (fit(gathers, **CASES[case]) for gathers in (False, True))
     check_equal(gathered, whole)
 
@@ -152,7 +152,7 @@ def test_a_quarter_of_the_bytes_is_sent() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", ["full", "sharded"])
-def test_checkpoints_are_those_of_weights_as_they_are(checkpoints: Any, tmp_path: Path) -> None:
+def test_checkpoints_are_those_of_weights_that_are_gathered_as_they_are(checkpoints: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"strategy": {"checkpoints": checkpoints}, "enable_checkpointing": True}
     options["default_root_dir"] = tmp_path
     averaged = [EMAWeightAveraging(decay=0.5) for _ in range(4)]

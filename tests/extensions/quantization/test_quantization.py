@@ -275,7 +275,7 @@ def test_a_missing_package_is_named_with_its_installation(
         Quantization(kind)
 
 
-def test_the_command_line_configures_it(tmp_path: Path) -> None:
+def test_the_command_line_configures_the_callbacks(tmp_path: Path) -> None:
     (tmp_path / "module").mkdir()
     (tmp_path / "module" / "qlora.yaml").write_text("_target_: tests.extensions.quantization.qlora.QLoRA")
     overrides = [

@@ -123,7 +123,7 @@ class Watched(Counting):
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single_device", ["cpu"]), ("dp", ["cpu", "cpu"])])
-def test_a_hook_that_comes_later_is_called(strategy: str, devices: list[str]) -> None:
+def test_a_hook_that_is_added_in_the_run_is_called(strategy: str, devices: list[str]) -> None:
     compiled, _ = fit(Watched, strategy, len(devices), count=48, batch_size=STEP, compile=AOT)
     # Those of evaluations, which are eager, come on top.
     assert {4, 5, 6, 7} <= set(compiled.seen)

@@ -41,7 +41,7 @@ class Four(Processes):
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_rows_count_once(rank: int) -> None:
+def test_processes_that_share_a_batch_count_once(rank: int) -> None:
     data = Four(rank, ["a", "a'", "b", "b'"]).data
     assert (data.rank, data.world_size, data.is_main) == (rank // 2, 2, rank == 0)
     assert data.gather_objects(["a", "a'", "b", "b'"][rank]) == ["a", "b"]
@@ -49,7 +49,7 @@ def test_rows_count_once(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_reductions(rank: int) -> None:
+def test_reductions_count_each_batch_once(rank: int) -> None:
     values = [torch.tensor(value) for value in (1.0, 1.0, 4.0, 4.0)]
     data = Four(rank, values).data
     results = [float(data.reduce(values[rank], reduce_op=name)) for name in ("sum", "mean", "min", "max")]

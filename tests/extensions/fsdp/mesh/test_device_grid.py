@@ -18,7 +18,7 @@ from tests.extensions.fsdp.programs import QUIET, fsdp, in_processes
 CPU = torch.device("cpu")
 
 
-def test_places_follow_ranks() -> None:
+def test_cells_of_the_grid_follow_ranks() -> None:
     cells = [str(rank) for rank in range(8)]
     assert grid_rows(4, 2, cells) == [
         ["", "context 0, tensor 0", "context 0, tensor 1", "context 1, tensor 0", "context 1, tensor 1"],
@@ -37,7 +37,7 @@ def said() -> list[str]:
     return messages
 
 
-def test_the_log() -> None:
+def test_the_log_shows_the_grid_of_devices() -> None:
     assert in_processes(2, said)[0].splitlines()[1:] == ["        context 0  context 1", "data 0  rank 0     rank 1"]
 
 
@@ -57,7 +57,7 @@ class Watching(Task):
         strategy_module.make_mesh = make_on_loopback
 
 
-def test_the_report_and_the_interface_of_the_mesh(tmp_path: Path) -> None:
+def test_the_report_shows_the_grid_and_groups_have_interface_and_timeout_of_the_run(tmp_path: Path) -> None:
     options = {**QUIET, "default_root_dir": tmp_path, "callbacks": [RunReport(), MemoryLogger(leaks=False)]}
     trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_epochs=1, **options)
     trainer.fit(Watching(Gpt()), DataLoader(samples(8), batch_size=4))  # type: ignore[arg-type]

@@ -29,7 +29,9 @@ torch.save([weights_of(module), trainer.callback_metrics], f"{folder}/{trainer.g
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(2, 1), (4, 2)])
-def test_each_size(processes: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_under_torchrun_equals_that_of_one_device(
+    processes: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     alone = tmp_path / "alone"

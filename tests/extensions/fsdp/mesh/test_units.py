@@ -165,6 +165,6 @@ def lines_of_table() -> list[str]:
     return table_of(units_of_module(module), 2).splitlines()
 
 
-def test_the_table_divides_what_is_in_shards_once() -> None:
+def test_the_table_of_units_divides_what_is_in_shards_once() -> None:
     """Of the 231 elements of a block in float32, the first of 2 x 2 processes has 4 + 4 + 28 + 4 + 28 + 4."""
     assert in_processes(4, lines_of_table)[1].split()[2:] == ["231", "924", "B", "288", "B"]

@@ -105,7 +105,7 @@ def is_killed() -> None:
 
 
 @pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
-def test_an_earlier_one_survives_a_write_that_fails(behind: bool, tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_there_survives_a_write_that_fails(behind: bool, tmp_path: Path) -> None:
     url = url_of(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt' cannot be written: ConnectionError: the line is dead"):
         fit(There, sharded(save_in_background=behind), 2, callbacks=[Fails(url, None)], max_epochs=1)
@@ -116,7 +116,7 @@ def test_an_earlier_one_survives_a_write_that_fails(behind: bool, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_earlier_one_survives_a_kill(tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_there_survives_a_kill(tmp_path: Path) -> None:
     """Nothing of the killed process is left after the next save."""
     url = url_of(tmp_path / "a.ckpt")
     with pytest.raises(WorkerError, match="SIGKILL"):

@@ -62,7 +62,7 @@ def compare(seed: int, rows: int, columns: int) -> int:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (3, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
-def test_equal_to_those_of_torch(rows: int, columns: int) -> None:
+def test_whole_tensors_are_those_of_torchs_full_tensor(rows: int, columns: int) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     assert in_processes(rows * columns, partial(compare, seed, rows, columns)) == TENSORS + 8

@@ -148,7 +148,7 @@ def is_killed() -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
-def test_an_error_of_the_writer_reaches_the_user(behind: bool, tmp_path: Path) -> None:
+def test_an_error_of_a_process_that_writes_reaches_the_user(behind: bool, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"second\.ckpt' cannot be written: the disk is full. It needs \d"):
         fit(Net, sharded(save_in_background=behind), 2, callbacks=[Fails(tmp_path, fails)], max_epochs=1)
     assert os.listdir(tmp_path) == ["first.ckpt"]
@@ -192,7 +192,7 @@ class EndsWhileItWrites(Callback):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
-def test_a_checkpoint_is_completed_after_an_error(error: type[BaseException], tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_background_is_completed_after_an_error(error: type[BaseException], tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     with pytest.raises((error, WorkerError)):
         fit(Net, sharded(save_in_background=True), 2, callbacks=[EndsWhileItWrites(path, error)], max_epochs=1)
