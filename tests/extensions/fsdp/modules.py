@@ -8,7 +8,18 @@ from torch.optim import AdamW, Muon
 
 from tests.extensions.fsdp.programs import FEATURES, Net
 
-__all__ = ["Attention", "ByHand", "Frozen", "Marked", "Matrices", "Overflows", "Tied", "Unused", "Weighted"]
+__all__ = [
+    "Attention",
+    "ByHand",
+    "Frozen",
+    "Marked",
+    "Matrices",
+    "Overflows",
+    "ReadsElsewhere",
+    "Tied",
+    "Unused",
+    "Weighted",
+]
 
 
 class Tied(Net):
@@ -33,6 +44,16 @@ class Frozen(Net):
         super().__init__()
         self.blocks[0].requires_grad_(False)
         self.first.weight.requires_grad_(False)
+
+
+class ReadsElsewhere(Net):
+    """Reads the weight of a block outside of its forward."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.penalty(batch[0])
+
+    def penalty(self, features: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(features), self.blocks[1].up.weight).mean()
 
 
 class Unused(Net):

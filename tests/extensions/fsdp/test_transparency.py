@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.extensions.fsdp.modules import Attention, ByHand, Frozen, Marked, Tied, Unused, Weighted
+from tests.extensions.fsdp.modules import Attention, ByHand, Frozen, Marked, ReadsElsewhere, Tied, Unused, Weighted
 from tests.extensions.fsdp.programs import FEATURES, Net, assert_same_in_processes, fsdp, outcome
 from tests.support.all_cases import dealt
 
@@ -130,6 +130,17 @@ class WithoutIndex(Net):
         super().validation_step(batch, 0)
 
 
+class LogsShards(Net):
+    """Logs values of weights and gradients outside of the steps, where they are in shards."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [parameter.grad.norm() for parameter in self.parameters()]
+        self.log("gradient", torch.stack(norms).norm(), on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("weight", self.last.weight.sum())
+
+
 # Runs
 
 # The module, and the options of the trainer. The ends are ragged unless a count says otherwise.
@@ -155,6 +166,10 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "toggled optimisers": (Toggling, {"count": 48}),
     "switches by hand": (Switching, {"count": 48}),
     "a switch in a step": (SwitchedOnce, {"count": 48}),
+    "values of shards that are logged": (LogsShards, {"count": 48}),
+    "a weight that is read outside of its unit": (ReadsElsewhere, {}),
+    "a fused optimiser": (Net, {"fused_optimizer": True}),
+    "validations between steps": (Net, {"val_check_interval": 2}),
     "manual optimisation": (ByHand, {"count": 48, "again": True}),
 }
 # Those that run in every change.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchmetrics import MeanMetric
 
 from equipoise import NoGradEvaluation, OOMRecovery, Trainer
-from tests.extensions.fsdp.modules import Attention, Overflows, Tied, Unused
+from tests.extensions.fsdp.modules import Attention, Overflows, ReadsElsewhere, Tied
 from tests.extensions.fsdp.programs import (
     QUIET,
     Net,
@@ -124,17 +124,7 @@ class LeavesLastUnitOut(LeavesUnitOut):
     left_out = 2
 
 
-class UsesWeightElsewhere(Net):
-    """Reads the weight of a block outside of its forward."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + self.penalty(batch[0])
-
-    def penalty(self, features: Tensor) -> Tensor:
-        return nn.functional.linear(self.first(features), self.blocks[1].up.weight).mean()
-
-
-class UsesWeightInHook(UsesWeightElsewhere):
+class UsesWeightInHook(ReadsElsewhere):
     """Does so outside of the steps."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -206,22 +196,6 @@ def inference_first(strategy: Any = "single_device", processes: int = 1) -> dict
     return {**results[0], **weights_of(module)}
 
 
-class LogsShards(Net):
-    """Logs values of weights and gradients outside of the steps, where they are in shards."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = [parameter.grad.norm() for parameter in self.parameters()]
-        self.log("gradient", torch.stack(norms).norm(), on_step=False, on_epoch=True)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("weight", self.last.weight.sum())
-
-
-def logged(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
-    _, trainer = fit(LogsShards, strategy, processes, count=48)
-    return dict(trainer.callback_metrics)
-
-
 def evaluations(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
     """Evaluate with a batch for one process more, and with one batch for all of them."""
     module = make(Net)
@@ -236,30 +210,25 @@ def evaluations(strategy: Any = "single_device", processes: int = 1) -> dict[str
 
 # Runs on any strategy and number of processes.
 NONES = [NoneBehindTheNetwork, NoneBeforeTheNetwork, NoneBehindAtFirst, InfiniteStandIn, NoneEverywhere]
-QUICK: dict[str, Callable[..., dict[str, Any]]] = {
+RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     **{kind.__name__: partial(values, kind, count=48, max_epochs=1) for kind in NONES},
     "batches for some processes in evaluations": evaluations,
 }
-SLOW: dict[str, Callable[..., dict[str, Any]]] = {
-    "an unused weight, which does not decay": partial(values, Unused),
-    "a weight that is used outside of its unit": partial(values, UsesWeightElsewhere),
-    "evaluated in inference mode before": inference_first,
-    "values of shards that are logged": logged,
-    "a fused optimiser": partial(values, Net, fused_optimizer=True),
-    "validations between steps": partial(values, Net, val_check_interval=2),
-}
 
 
-@pytest.mark.parametrize("runs", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
-def test_steps_without_a_loss_and_other_traps_have_the_numbers_of_one_device(runs: dict[str, Any]) -> None:
+def test_steps_without_a_loss_and_idle_processes_have_the_numbers_of_one_device() -> None:
     """A process whose step returns None takes part with gradients of zero, though its values are not finite."""
-    assert_same_in_processes(2, runs, {name: lambda run=run: run(fsdp(), 2) for name, run in runs.items()})
+    assert_same_in_processes(2, RUNS, {name: partial(run, fsdp(), 2) for name, run in RUNS.items()})
 
 
 @pytest.mark.slow
-def test_a_unit_whose_weight_attention_reads_without_a_call() -> None:
-    sharded = partial(values, Attention, fsdp(units=["**.out_proj"]), 2)
-    assert_same_in_processes(2, {"attention": partial(values, Attention)}, {"attention": sharded})
+def test_tensors_made_in_inference_mode_and_a_weight_that_attention_reads_without_a_call() -> None:
+    expected = {"inference mode": inference_first, "attention": partial(values, Attention)}
+    sharded = {
+        "inference mode": partial(inference_first, fsdp(), 2),
+        "attention": partial(values, Attention, fsdp(units=["**.out_proj"]), 2),
+    }
+    assert_same_in_processes(2, expected, sharded)
 
 
 def test_the_module_is_the_users_again_after_a_run() -> None:
