@@ -55,12 +55,20 @@ def undisturbed(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
+    ("writer", "reader", "epoch", "batch"),
+    [
+        *((*pair, 1, 2) for pair in QUICK),
+        *(pytest.param(*pair, 1, 2, marks=pytest.mark.slow) for pair in SLOW),
+        # Before the first step, where optimisers have no state.
+        pytest.param("2 of fsdp", "ddp", 0, 0, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_continues_under_another_strategy(writer: str, reader: str, tmp_path: Path) -> None:
+def test_a_run_continues_under_another_strategy(
+    writer: str, reader: str, epoch: int, batch: int, tmp_path: Path
+) -> None:
     """Weights, states of optimisers and schedulers, the gradients of an open window and the position come along."""
     path = tmp_path / "open.ckpt"
-    WAYS[writer].fit(accumulate_grad_batches=2, callbacks=[SavesAfter(path, 2, epoch=1)])
+    WAYS[writer].fit(accumulate_grad_batches=2, callbacks=[SavesAfter(path, batch, epoch)])
     module = WAYS[reader].fit(WAYS[writer], accumulate_grad_batches=2, ckpt_path=path)
     assert_close(undisturbed(accumulate_grad_batches=2), weights_of(module))
 
