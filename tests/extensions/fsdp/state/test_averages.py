@@ -203,16 +203,17 @@ def test_skipped_steps_and_statistics_of_batches_are_those_of_ddp() -> None:
     in_processes(2, compare_with_replicas)
 
 
-def compare_in_half_precision() -> None:
+def in_half_precision() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what a callback has averaged, and the weights at the end; the first process alone has whole weights."""
     repeats = Repeats()
     # A validation would round the average.
     options: dict[str, Any] = {"precision": "bf16-true", "limit_val_batches": 0, "callbacks": [repeats]}
-    half = averaged("exponential", fsdp(), 2, Net, **options)["weights"]
-    assert_equal({name: value.bfloat16() for name, value in repeats.average.items()}, half)
+    weights = averaged("exponential", fsdp(), 2, Net, **options)["weights"]
+    return {name: value.bfloat16() for name, value in repeats.average.items()}, weights
 
 
 def test_weights_in_half_precision_have_an_average_in_float32() -> None:
-    in_processes(2, compare_in_half_precision)
+    assert_equal(*in_processes(2, in_half_precision))
 
 
 def held_by_all() -> list[list[int]]:
