@@ -122,7 +122,13 @@ def test_a_compiled_module_has_the_names_of_the_module(tmp_path: Path) -> None:
 
 
 def test_positions_of_other_numbers_of_processes_are_not_compared(tmp_path: Path) -> None:
-    positions = [{"equipoise": {"steps": {"processes": count}, "position": {"pos": count}}} for count in (1, 2)]
+    positions: list[dict[str, Any]] = [
+        {
+            "equipoise": {"steps": {"processes": count}, "position": {"pos": count}},
+            "loops": {"fit_loop": {"epoch_loop.val_loop.batch_progress": {"total": count}}},
+        }
+        for count in (1, 2)
+    ]
     result = compared(tmp_path, *positions)
     assert result.equal
     assert result.not_compared == ["resumption and validated batches: of 1 and 2 processes"]
