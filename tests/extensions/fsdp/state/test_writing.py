@@ -60,7 +60,7 @@ save(Path(sys.argv[1]), {"w": torch.ones(4)}, {"state_dict": {}})
 
 @pytest.mark.parametrize("where", ["write_pieces", "write_index", "_write"])
 def test_the_earlier_checkpoint_stays_where_a_process_is_killed_as_it_writes(where: str, tmp_path: Path) -> None:
-    """What is left is removed at the next one."""
+    """The next one removes what is left."""
     path = tmp_path / "a.ckpt"
     save(path, {"w": torch.arange(12.0)}, {"state_dict": {}})
     with Program(KILLED, str(path), where) as program:
