@@ -9,9 +9,9 @@ from torch import Tensor
 
 from equipoise.precision import make_precision
 from tests.gpu.runs import CPU, Classifier, fit, weights
-from tests.test_precision import NAMES, make_batches, make_module
-from tests.test_precision import Classifier as Convolution
-from tests.test_precision import fit as fit_by_hand
+from tests.support.networks.normalised import NAMES, make_batches, make_module
+from tests.support.networks.normalised import Classifier as Convolution
+from tests.support.networks.normalised import fit as fit_by_hand
 
 
 class Placed(Convolution):
