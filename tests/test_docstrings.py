@@ -15,12 +15,12 @@ MODULES = [name for name in NAMES if ">>> " in inspect.getsource(importlib.impor
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name: str) -> None:
+def test_examples_in_docstrings_do_what_they_say(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
 
 
-def test_there_are_examples() -> None:
+def test_examples_are_found() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = [test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
     assert len(found) > 50

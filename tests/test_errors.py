@@ -12,7 +12,7 @@ KINDS = [ConfigurationError, ConfigurationTypeError, ConfigurationRuntimeError, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lightnings_class_catches_it(kind: type[Exception]) -> None:
+def test_lightnings_exception_class_catches_it(kind: type[Exception]) -> None:
     with pytest.raises(MisconfigurationException, match="the rule") as caught:
         raise kind("the rule")
     assert isinstance(caught.value, kind)
@@ -30,7 +30,7 @@ def test_lightnings_class_catches_it(kind: type[Exception]) -> None:
         (CheckpointNotFoundError, FileNotFoundError),
     ],
 )
-def test_the_standard_class_catches_it(kind: type[Exception], standard: type[Exception]) -> None:
+def test_pythons_exception_class_catches_it(kind: type[Exception], standard: type[Exception]) -> None:
     with pytest.raises(standard):
         raise kind("the rule")
 
@@ -41,7 +41,7 @@ def test_other_errors_are_no_wrong_input(kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, CheckpointNotFoundError])
-def test_it_travels_between_processes(kind: type[Exception]) -> None:
+def test_an_error_with_notes_is_pickled(kind: type[Exception]) -> None:
     error = kind("the rule", 3)
     error.add_note("a note")
     copy = pickle.loads(pickle.dumps(error))

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -17,90 +18,46 @@ from equipoise.formats import (
     format_span,
 )
 
-GIB = 2**30
+TEXTS: dict[Callable[..., str], dict[object, str]] = {
+    format_number: {
+        0.31239: "0.3124", 12.0: "12.00", 1234.5: "1234", 99999.0: "1.000e+05", 1.5e-7: "1.500e-07", -0.5: "-0.5000",
+        0.0: "0.0", math.nan: "nan", -math.inf: "-inf", 7: "7", "v\t1": "v 1",
+    },
+    format_clock: {0.4: "0:00", 59.6: "1:00", 3599: "59:59", 3600: "1:00:00", 360000: "100:00:00"},
+    format_rate: {
+        12345.0: "12345 it/s", 99.96: " 100 it/s", 38.24: "38.2 it/s", 9.996: "10.0 it/s", 1.0: "1.00 it/s",
+        0.5: "2.00 s/it", 0.01: " 100 s/it",
+    },
+    format_count: {
+        0.0: "0", -0.5: "-0.5", 999.94: "999.9", 1000.4: "1,000", 123456: "123,456", 2.5e9: "2.5 G", 1e20: "1e+20",
+        math.inf: "inf",
+    },
+    format_span: {
+        0.001: "0.001 s", 59.94: "59.9 s", 59.96: "1 min", 3600: "1 h", 86399: "23 h 59 min", 86400: "1 d", -5: "-5 s",
+    },
+    format_bytes: {
+        0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536 * 2**20: "1.5 GiB", 1024**2 - 1: "1.0 MiB",
+        1023.94 * 1024: "1023.9 KiB", 3 * 2**40: "3.0 TiB", 2**60: "1024.0 PiB", -1536: "-1.5 KiB", -1: "-1 B",
+        141.1 * 2**30: "141.1 GiB",
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.31239, "0.3124"), (12.0, "12.00"), (1234.5, "1234"), (99999.0, "1.000e+05"), (1.5e-7, "1.500e-07"),
-        (-0.5, "-0.5000"), (0.0, "0.0"), (math.nan, "nan"), (-math.inf, "-inf"), (7, "7"), ("v\t1", "v 1"),
-    ],
-)  # fmt: skip
-def test_values_have_four_digits(value: object, text: str):
-    assert format_number(value) == text
+@pytest.mark.parametrize("function", TEXTS, ids=lambda function: function.__name__)
+def test_numbers_as_people_write_them(function: Callable[..., str]) -> None:
+    assert {value: function(value) for value in TEXTS[function]} == TEXTS[function]
 
 
-def test_clock_and_rates():
-    assert [format_clock(seconds) for seconds in (0.4, 59.6, 3599, 3600, 360000)] == [
-        "0:00",
-        "1:00",
-        "59:59",
-        "1:00:00",
-        "100:00:00",
-    ]
-    assert [format_rate(rate) for rate in (12345.0, 99.96, 38.24, 9.996, 1.0, 0.5, 0.01)] == [
-        "12345 it/s", " 100 it/s", "38.2 it/s", "10.0 it/s", "1.00 it/s", "2.00 s/it", " 100 s/it",
-    ]  # fmt: skip
-
-
-def test_counts():
-    assert [format_count(value) for value in (0.0, -0.5, 999.94, 1000.4, 123456, 2.5e9, 1e20, math.inf)] == [
-        "0",
-        "-0.5",
-        "999.9",
-        "1,000",
-        "123,456",
-        "2.5 G",
-        "1e+20",
-        "inf",
-    ]
-
-
-def test_spans():
-    assert [format_span(value) for value in (0.001, 59.94, 59.96, 3600, 86399, 86400, -5)] == [
-        "0.001 s",
-        "59.9 s",
-        "1 min",
-        "1 h",
-        "23 h 59 min",
-        "1 d",
-        "-5 s",
-    ]
-
-
-def test_quantities():
-    assert [format_quantity(1536.0, unit) for unit in ("number", "bytes", "seconds")] == [
-        "1,536",
-        "1.5 KiB",
-        "25 min 36 s",
-    ]
+def test_quantities_are_written_by_their_unit() -> None:
+    assert format_quantity(1536.0, "number") == "1,536"
+    assert format_quantity(1536.0, "bytes") == "1.5 KiB"
+    assert format_quantity(1536.0, "seconds") == "25 min 36 s"
     assert format_quantity(math.nan, "bytes") == "nan"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536 * 2**20, "1.5 GiB"),
-        (1024**2 - 1, "1.0 MiB"),
-        (1023.94 * 1024, "1023.9 KiB"),
-        (3 * 2**40, "3.0 TiB"),
-        (2**60, "1024.0 PiB"),
-        (-1536, "-1.5 KiB"),
-        (-1, "-1 B"),
-        (141.1 * GIB, "141.1 GiB"),
-    ],
-)
-def test_bytes_for_people(count: float, text: str) -> None:
-    assert format_bytes(count) == text
 
 
 @settings(deadline=None)
 @given(count=st.integers(-(2**60) + 2**50, 2**60 - 2**50))
-def test_what_is_written_is_the_number(count: int) -> None:
+def test_bytes_are_rounded_to_a_tenth_of_their_unit(count: int) -> None:
     """Never more than 1023.9 of a unit, and off by no more than half of the last digit."""
     number, unit = format_bytes(count).split()
     power = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)

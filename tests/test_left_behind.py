@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equipoise.interop.torch.dispatch import OperationWatch
-from tests import conftest
+from tests.support import surroundings
 from tests.support.surroundings import Surroundings, threads_that_stay
 
 
@@ -31,7 +31,7 @@ def test_a_thread_that_ends_with_garbage_is_waited_for() -> None:
 
 
 def test_a_thread_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conftest, "_PATIENCE", 0.0)
+    monkeypatch.setattr(surroundings, "_PATIENCE", 0.0)
     known, event = threading.enumerate(), threading.Event()
     thread = threading.Thread(target=event.wait, daemon=True)
     thread.start()

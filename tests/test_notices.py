@@ -1,37 +1,15 @@
 """Warnings point at the line of the user that led to them."""
 
 import inspect
-import textwrap
 import warnings
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader
 
-from equipoise import Trainer
 from equipoise.notices import rank_zero_warn, warn_of_method
 from tests.support.programs import Program
-from tests.support.quiet import QUIET
-
-OPTIONS = {"accelerator": "cpu", **QUIET}
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from tests.support.trainer_runs import Validated, loader, trainer
 
 
 def line_here() -> int:
@@ -42,10 +20,10 @@ def line_here() -> int:
 
 
 def test_a_warning_of_the_trainer_names_the_call_of_fit():
-    trainer = Trainer(max_epochs=1, **OPTIONS)
+    run = trainer()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Module(), DataLoader(torch.ones(2, 1)))
+        run.fit(Validated(), loader())
         line = line_here() - 1
     (found,) = [each for each in caught if "will not be validated" in str(each.message)]
     assert (found.filename, found.lineno) == (__file__, line)
@@ -65,22 +43,19 @@ def test_only_the_first_process_warns(monkeypatch: pytest.MonkeyPatch):
     warn_of_method(line_here, "Nor this.")
 
 
+SCRIPT = """
+from tests.support.trainer_runs import Validated, loader, trainer
+trainer().fit(Validated(), loader())  # here
+"""
+
+
 @pytest.mark.slow
 def test_a_script_sees_its_own_line(tmp_path: Path):
     """The warning as it is printed: file, line and source are the script's."""
     script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-        import torch
-        from torch.utils.data import DataLoader
-        from equipoise import Trainer
-        from tests.test_notices import OPTIONS, Module
-        trainer = Trainer(max_epochs=1, **OPTIONS)
-        trainer.fit(Module(), DataLoader(torch.ones(2, 1)))  # here
-        """)
-    )
+    script.write_text(SCRIPT)
     with Program(script.read_text(), path=script, shows_warnings=True) as program:
         complaints = program.finish()[1]
     lines = [line for line in complaints.splitlines() if "script.py" in line or "# here" in line]
-    assert lines[0].startswith(f"{script}:7: UserWarning: Module has a `validation_step`")
+    assert lines[0].startswith(f"{script}:3: UserWarning: Validated has a `validation_step`")
     assert lines[1].strip().endswith("# here")

@@ -5,7 +5,7 @@ from tests.support.sources import FILES, relative
 COLUMNS = 120
 
 
-def test_lines() -> None:
+def test_no_line_is_wider_than_120_columns() -> None:
     """Also those that ruff passes over: one long word, an address."""
     wide = [
         f"{relative(path)}:{number}"

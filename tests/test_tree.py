@@ -91,7 +91,7 @@ RULES = {"b": items_of, "s": plain_items, "o": dispatch._items_of}
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_rules(name: str) -> None:
+def test_each_rule_descends_into_its_own_containers(name: str) -> None:
     value, names = CONTAINERS[name]
     for rule, items in RULES.items():
         result: Iterable[Any] | None = items(value)

@@ -29,14 +29,14 @@ VALUES: list[tuple[Any, bool, bool]] = [
 
 
 @pytest.mark.parametrize(("value", "whole", "number"), VALUES, ids=repr)
-def test_kinds(value: Any, whole: bool, number: bool) -> None:
+def test_true_and_false_are_no_numbers(value: Any, whole: bool, number: bool) -> None:
     assert is_whole(value) is whole
     assert is_number(value) is number
     assert not is_whole(value, least=2**81)
     assert is_whole(value, least=-3) is whole
 
 
-def test_messages() -> None:
+def test_a_wrong_count_is_refused_with_its_name_and_value() -> None:
     check_whole("n", 1, least=1)
     check_whole("n", None, least=1, optional=True)
     for value in (0, True, 1.0, None):
