@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import StepLR
 from equipoise import CheckpointError, Trainer
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from equipoise.trainer.checkpointing.reading import load_checkpoint
-from tests.support.equality import differences
-from tests.support.trainer_runs import Data, Small, Validated, loader, refuses, saved, trainer
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import Data, Small, Validated, loader, refuses, saved, trainer, with_step
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The checkpoint holds states of callbacks", "ignore:There is a validation loader, but Small"
@@ -60,8 +60,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "two epochs": {"max_epochs": 2},
     "in the middle of an epoch": {"max_steps": 5},
     "accumulated": {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_train_batches": 2},
-    "validated inside": {"max_epochs": 2, "val_check_interval": 2},
-    "limited": {"max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0},
+    "validated inside": {"val_check_interval": 2},
+    "limited": {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0},
     "by hand": {"max_epochs": 2, "automatic": False},
 }
 
@@ -84,7 +84,7 @@ def run_under(cls: Any, folder: Path, *, automatic: bool = True, **options: Any)
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", RUNS)
-def test_the_layout_is_lightnings(name: str, tmp_path: Path) -> None:
+def test_the_layout_of_a_checkpoint_is_lightnings(name: str, tmp_path: Path) -> None:
     """Every entry, every counter, to the bit; what is ours beside that stands under a key of its own."""
     theirs = run_under(L.Trainer, tmp_path / "lightning", **RUNS[name])
     ours = run_under(Trainer, tmp_path / "equipoise", **RUNS[name])
@@ -92,8 +92,7 @@ def test_the_layout_is_lightnings(name: str, tmp_path: Path) -> None:
     assert len(theirs) > 3
     for file, checkpoint in ours.items():
         assert checkpoint.pop("equipoise")["version"] == 1
-        found = list(differences(theirs[file], checkpoint))
-        assert not found, f"{file}: {found}"
+        assert_equal(theirs[file], checkpoint, title=file)
 
 
 def test_weights_only_leaves_out_what_lightning_leaves_out(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ class Stateful(Data):
         self.epochs = state["epochs"]
 
 
-def test_the_state_of_a_data_module(tmp_path: Path) -> None:
+def test_the_state_of_a_data_module_is_saved_and_loaded(tmp_path: Path) -> None:
     data, run = Stateful(), trainer()
     run.fit(Small(), datamodule=data)
     data.epochs = 7
@@ -166,7 +165,7 @@ class Recording(TorchCheckpointIO):
         self.asked.append(("teardown", ""))
 
 
-def test_a_plugin_writes_reads_and_removes(tmp_path: Path) -> None:
+def test_a_checkpoint_plugin_writes_reads_and_removes(tmp_path: Path) -> None:
     plugin = Recording()
     keeper = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="loss", mode="max", save_top_k=1)
     run = trainer(plugins=[plugin], callbacks=[keeper], enable_checkpointing=True, max_epochs=2)
@@ -202,7 +201,7 @@ def memory() -> Iterator[Any]:
     files.store.clear()
 
 
-def test_a_place_that_only_fsspec_knows(memory: Any) -> None:
+def test_checkpoints_at_an_address_that_only_fsspec_knows(memory: Any) -> None:
     keeper = ModelCheckpoint(
         "memory://run/kept", filename="{epoch}", monitor="loss", mode="max", save_top_k=1, save_last=True
     )
@@ -217,7 +216,7 @@ def test_a_place_that_only_fsspec_knows(memory: Any) -> None:
         load_checkpoint("memory://run/kept/gone.ckpt")
 
 
-def test_a_local_place_given_as_a_url(tmp_path: Path) -> None:
+def test_a_checkpoint_at_a_file_url(tmp_path: Path) -> None:
     run = trainer()
     run.fit(Small(), loader())
     run.save_checkpoint(f"file://{tmp_path}/x.ckpt")
@@ -253,7 +252,7 @@ def weights_in(path: Path) -> Any:
     ("given", "file"),
     [("best", "epoch=0.ckpt"), ("last", "last.ckpt"), ("path", "epoch=1.ckpt"), ("str", "epoch=1.ckpt")],
 )
-def test_ckpt_path(fitted: Trainer, tmp_path: Path, given: str, file: str) -> None:
+def test_ckpt_path_by_name_and_by_path(fitted: Trainer, tmp_path: Path, given: str, file: str) -> None:
     path: Any = {"path": tmp_path / file, "str": str(tmp_path / file)}.get(given, given)
     module = Weights()
     fitted.test(module, loader(), ckpt_path=path, verbose=False)
@@ -262,14 +261,14 @@ def test_ckpt_path(fitted: Trainer, tmp_path: Path, given: str, file: str) -> No
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_without_a_module_the_best_is_meant(fitted: Trainer, tmp_path: Path, entry: str) -> None:
+def test_without_a_module_the_best_checkpoint_is_meant(fitted: Trainer, tmp_path: Path, entry: str) -> None:
     fitted.lightning_module.validation_step = lambda batch, batch_idx: None
     with pytest.warns(UserWarning, match="the best checkpoint of the last fit is used"):
         getattr(fitted, entry)(dataloaders=loader())
     assert torch.equal(fitted.lightning_module.layer.weight, weights_in(tmp_path / "epoch=0.ckpt"))
 
 
-def test_with_a_module_none_is_meant(fitted: Trainer) -> None:
+def test_with_a_module_no_checkpoint_is_meant(fitted: Trainer) -> None:
     module = Weights()
     before = module.layer.weight.detach().clone()
     fitted.test(module, loader(), verbose=False)
@@ -290,11 +289,10 @@ def test_the_newest_of_all_last_checkpoints_is_meant(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_goes_on_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_step == 4:
-                raise MemoryError("once")
-            return super().training_step(batch, batch_idx)
+    def fail(module: Any, batch: Any) -> Any:
+        if module.global_step == 4:
+            raise MemoryError("once")
+        return module.loss(batch)
 
     def fit(module: Small, ckpt_path: str | None) -> Trainer:
         run = trainer(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, max_epochs=2)
@@ -304,7 +302,7 @@ def test_a_run_that_failed_goes_on_where_that_is_asked_for(tmp_path: Path, caplo
         return run
 
     with pytest.raises(MemoryError):
-        fit(Failing(), None)
+        fit(with_step(fail), None)
     assert "begins anew" not in caplog.text
     (path,) = tmp_path.iterdir()
     assert read(path)["global_step"] == 4
@@ -324,7 +322,7 @@ def test_a_run_that_failed_goes_on_where_that_is_asked_for(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_fit_start", "on_train_start"])
-def test_a_run_that_fails_before_it_begins(tmp_path: Path, hook: str) -> None:
+def test_a_checkpoint_of_a_run_that_fails_before_it_begins(tmp_path: Path, hook: str) -> None:
     """Saving then must not hide what went wrong."""
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -350,7 +348,7 @@ def test_strict_loading_is_the_modules_choice(tmp_path: Path) -> None:
     assert torch.equal(module.layer.weight, weights_in(path))
 
 
-def test_callbacks_whose_state_is_left_over(tmp_path: Path) -> None:
+def test_states_of_callbacks_that_are_missing_are_named_in_a_warning(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, filename="x")
     trainer(callbacks=[keeper], enable_checkpointing=True).fit(Small(), loader())
     with pytest.warns(UserWarning, match="states of callbacks that are missing.*ModelCheckpoint.*Add the callbacks"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from equipoise import Trainer
-from tests.support.trainer_runs import Small, Validated, loader, trainer
+from tests.support.trainer_runs import Small, Validated, loader, trainer, with_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`training_step` returned None"),
@@ -64,11 +64,9 @@ class Watching(Validated):
     def loss(self, batch: Any) -> Tensor:
         token, output = Token(), self.layer(batch[0])
         loss = Marked.apply(output, token).square().mean()
-        self.held = {name: weakref.ref(thing) for name, thing in self.parts(batch, token, output, loss).items()}
+        things = {"features": batch[0], "graph": token, "output": output, "loss": loss}
+        self.held = {name: weakref.ref(thing) for name, thing in things.items()}
         return loss
-
-    def parts(self, batch: Any, token: Token, output: Tensor, loss: Tensor) -> dict[str, Any]:
-        return {"features": batch[0], "graph": token, "output": output, "loss": loss}
 
     def alive(self) -> list[str]:
         return [name for name, thing in self.held.items() if thing() is not None]
@@ -101,13 +99,9 @@ class Logs(Watching):
 class Hooked(Watching):
     """Overrides what is called around a step."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+    def nothing(self, *args: Any) -> None: ...
 
-    def on_before_backward(self, loss: Tensor) -> None: ...
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    on_train_batch_start = on_before_backward = on_before_optimizer_step = on_train_batch_end = nothing
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.step(closure=optimizer_closure)
@@ -135,46 +129,37 @@ class Lbfgs(Watching):
         return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
 
-MODULES = [Watching, Logs, Hooked, Manual, Skips, Lbfgs]
+CASES: dict[str, tuple[type[Watching], dict[str, Any]]] = {
+    "logs": (Logs, {}),
+    "hooks": (Hooked, {}),
+    "manual optimisation": (Manual, {}),
+    "steps without a loss": (Skips, {}),
+    "a closure that is called twice": (Lbfgs, {}),
+    "accumulation": (Logs, {"accumulate_grad_batches": 2}),
+    "clipping": (Logs, {"gradient_clip_val": 1.0}),
+    "autocast": (Logs, {"precision": "bf16-mixed"}),
+    "anomalies": (Logs, {"detect_anomaly": True}),
+    "a profiler": (Logs, {"profiler": "simple"}),
+    "a callback": (Logs, {"callbacks": [L.Callback()]}),
+}
 
 
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("kind", MODULES)
-def test_a_step_leaves_nothing_to_the_next(kind: type[Watching]) -> None:
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_leaves_nothing_to_the_next(name: str) -> None:
     """Nothing of a batch is there when the first sample of the next is read."""
+    kind, options = CASES[name]
     module = kind()
-    data = Checked(module, 8)
+    data = Checked(module, 6)
     with without_collection():
-        trainer(max_epochs=2).fit(module, DataLoader(data, batch_size=2), loader())
-        assert data.found == [[]] * 16
+        trainer(max_epochs=2, **options).fit(module, DataLoader(data, batch_size=2), loader())
+        assert data.found == [[]] * 12
         assert module.held
         assert module.alive() == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_grad_batches": 2},
-        {"gradient_clip_val": 1.0},
-        {"precision": "bf16-mixed"},
-        {"detect_anomaly": True},
-        {"profiler": "simple"},
-        {"callbacks": [L.Callback()]},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_nor_under_other_options(options: dict[str, Any]) -> None:
-    module = Logs()
-    data = Checked(module, 8)
-    with without_collection():
-        trainer(limit_val_batches=0, **options).fit(module, DataLoader(data, batch_size=2), loader())
-        assert data.found == [[]] * 8
-        assert module.alive() == []
-
-
-def test_the_instrument_notices_what_is_kept() -> None:
-    """A module that keeps its loss is found out, as a trainer would be that does."""
+def test_a_module_that_keeps_its_loss_is_found_out() -> None:
+    """The instrument notices it, as it would a trainer that does."""
 
     class Keeps(Watching):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -183,7 +168,7 @@ def test_the_instrument_notices_what_is_kept() -> None:
 
     module = Keeps()
     data = Checked(module, 4)
-    trainer(limit_val_batches=0).fit(module, DataLoader(data, batch_size=2), loader())
+    trainer().fit(module, DataLoader(data, batch_size=2))
     assert data.found == [[], [], ["graph", "loss"], ["graph", "loss"]]
 
 
@@ -195,7 +180,7 @@ class Evaluating(Watching):
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_an_evaluation_leaves_nothing_either(entry: str) -> None:
+def test_an_evaluation_step_leaves_nothing_to_the_next(entry: str) -> None:
     run, module = trainer(), Evaluating()
     data = Checked(module, 6)
     options = {"return_predictions": False} if entry == "predict" else {"verbose": False}
@@ -225,7 +210,7 @@ class Read(IterableDataset[Any]):
 def test_one_batch_at_most_is_read_ahead() -> None:
     data = Read()
     with without_collection():
-        trainer(limit_val_batches=0).fit(Validated(), DataLoader(data, batch_size=None), loader())
+        trainer().fit(Small(), DataLoader(data, batch_size=None))
         assert data.most == 2
         assert len(data.batches) == 0
 
@@ -241,16 +226,14 @@ def children() -> set[int]:
 def test_workers_end_with_the_run(persistent: bool) -> None:
     before, during = children(), []
 
-    class Module(Validated):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            during.append(len(children() - before))
-            return super().training_step(batch, batch_idx)
+    def step(module: Any, batch: Any) -> Any:
+        during.append(len(children() - before))
+        return module.loss(batch)
 
-    run = trainer(max_epochs=2, num_sanity_val_steps=0)
     options = {"num_workers": 1, "persistent_workers": persistent}
-    loaders = loader(**options), loader(**options)
+    loaders = loader(1, **options), loader(1, **options)
     with without_collection():
-        run.fit(Module(), *loaders)
+        trainer(max_epochs=2, num_sanity_val_steps=0).fit(with_step(step, Validated), *loaders)
         assert max(during) >= 1
         assert children() == before
 
@@ -311,7 +294,7 @@ def _things(run: Any, module: Any, given: Any) -> dict[str, Any]:
     return {"trainer": run, "module": module, "weight": module.layer.weight, **optimizers, **loaders}
 
 
-def test_what_failed_goes_as_well() -> None:
+def test_trainer_and_module_go_after_an_error() -> None:
     class Fails(Watching):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -363,14 +346,13 @@ def test_predictions_are_kept_only_where_they_are_asked_for() -> None:
         assert len(outputs) == len(kept) == 3
 
 
-def test_the_first_cause_stays_on_top() -> None:
+def test_an_error_while_releasing_is_a_note_to_the_first() -> None:
     """An error while releasing comes as a note to the one that ended the run."""
 
-    class Torn(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.register_buffer("lost", torch.zeros(1, device="meta"))
-            raise KeyError("the first cause")
+    def tear(module: Any, batch: Any) -> None:
+        module.register_buffer("lost", torch.zeros(1, device="meta"))
+        raise KeyError("the first cause")
 
     with pytest.raises(KeyError, match="the first cause") as caught:
-        trainer().fit(Torn(), loader())
+        trainer().fit(with_step(tear), loader())
     assert any("Releasing failed as well" in note for note in caught.value.__notes__)

@@ -7,15 +7,18 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import trainer
 
 
 class Net(L.LightningModule):
-    """A small network with a normalisation layer."""
+    """A small network with a normalisation layer; its weights are the same in each."""
 
     def __init__(self, automatic: bool = True) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         self.automatic_optimization = automatic
         self.dtypes: set[torch.dtype] = set()
@@ -33,36 +36,31 @@ class Net(L.LightningModule):
         optimizer.step()
         return None
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def batches(count: int = 4, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
     """Batches of eight."""
     generator = torch.Generator().manual_seed(1)
     return [
-        (scale * torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
-        for _ in range(count)
+        (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(count)
     ]
 
 
-class Loader:
-    """Gives batches as they are."""
-
-    def __init__(self, given: list[Any]) -> None:
-        self.given = given
-
-    def __len__(self) -> int:
-        return len(self.given)
-
-    def __iter__(self) -> Any:
-        return iter(self.given)
+def fit(module: Net, data: list[Any], ckpt_path: Path | None = None, **options: Any) -> Any:
+    run = trainer(**options)
+    run.fit(module, DataLoader(data, batch_size=None), ckpt_path=ckpt_path)
+    return run
 
 
-def by_hand(module: Net, data: list[Any], epochs: int = 1) -> torch.amp.GradScaler:
+def by_hand(module: Net, data: list[Any]) -> torch.amp.GradScaler:
     """float16 autocast and a scaler, as torch's documentation writes them."""
     optimizer, scaler = module.configure_optimizers(), torch.amp.GradScaler("cpu")
-    for features, labels in data * epochs:
+    for features, labels in data:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
             loss = nn.functional.cross_entropy(module.net(features).float(), labels)
@@ -72,56 +70,31 @@ def by_hand(module: Net, data: list[Any], epochs: int = 1) -> torch.amp.GradScal
     return scaler
 
 
-def pair(automatic: bool = True) -> tuple[Net, Net]:
-    """Two modules with the same weights."""
-    torch.manual_seed(0)
-    first, second = Net(automatic), Net()
-    second.load_state_dict(first.state_dict())
-    return first, second
-
-
 @pytest.mark.parametrize("automatic", [True, False])
-def test_scaled_float16(automatic: bool) -> None:
+def test_scaled_float16_equals_a_loop_by_hand(automatic: bool) -> None:
     """16-mixed on the CPU is real float16 with a real scaler, to the bit what one writes by hand."""
-    module, expected = pair(automatic)
-    run = trainer(max_epochs=2, precision="16-mixed")
-    run.fit(module, Loader(batches()))
-    scaler = by_hand(expected, batches(), epochs=2)
-    for name, value in expected.state_dict().items():
-        assert torch.equal(value, module.state_dict()[name]), name
-    assert run.scaler is not None
+    module, expected = Net(automatic), Net()
+    run = fit(module, batches(), precision="16-mixed", max_epochs=2)
+    scaler = by_hand(expected, batches() * 2)
+    assert_equal(expected, module)
     assert run.scaler.state_dict() == scaler.state_dict()
     assert torch.float16 in module.dtypes
     assert run.global_step == 8
 
 
 @pytest.mark.filterwarnings("ignore:The loss is nan")
-def test_an_overflow_is_skipped() -> None:
-    """Gradients that are not finite change nothing, halve the scale, and the run continues."""
-    module, expected = pair()
+def test_an_overflow_is_skipped_and_its_scale_is_resumed(tmp_path: Path) -> None:
+    """Gradients that are not finite change nothing, halve the scale, and the run continues, as does a resumed one."""
+    module, expected, resumed = Net(), Net(), Net()
     data = batches(3)
     data[1] = (data[1][0] * 1e6, data[1][1])
-    run = trainer(precision="16-mixed")
-    run.fit(module, Loader(data))
+    run = fit(module, data, precision="16-mixed")
     by_hand(expected, data)
-    assert run.scaler is not None
     assert run.scaler.get_scale() == 2.0**15
-    assert torch.equal(module.net[0].weight, expected.net[0].weight)
+    assert_equal(dict(expected.named_parameters()), dict(module.named_parameters()))
     assert torch.isfinite(module.net[0].weight).all()
-
-
-@pytest.mark.filterwarnings("ignore:The loss is nan")
-def test_the_scaler_is_resumed(tmp_path: Path) -> None:
-    """A resumed run has the scale of one that continued."""
-    module, resumed = pair()
-    data = batches(2)
-    data[1] = (data[1][0] * 1e6, data[1][1])
-    run = trainer(precision="16-mixed")
-    run.fit(module, Loader(data))
     run.save_checkpoint(tmp_path / "one.ckpt")
-    again = trainer(max_epochs=2, precision="16-mixed")
-    again.fit(resumed, Loader(data), ckpt_path=tmp_path / "one.ckpt")
-    assert again.scaler is not None
+    again = fit(resumed, data, tmp_path / "one.ckpt", max_epochs=2, precision="16-mixed")
     assert again.scaler.get_scale() == 2.0**14
 
 
@@ -136,23 +109,19 @@ def test_the_scaler_is_resumed(tmp_path: Path) -> None:
         ("64-true", torch.float64, torch.float64, torch.float64),
     ],
 )
-def test_dtypes(precision: str, weights: torch.dtype, norm: torch.dtype, features: torch.dtype) -> None:
+def test_dtypes_of_weights_norms_and_input(
+    precision: str, weights: torch.dtype, norm: torch.dtype, features: torch.dtype
+) -> None:
     """Floating-point values are converted, others are not; training, validation and prediction run in it."""
-    torch.manual_seed(0)
     module = Net()
-    before = module.net[0].weight.detach().clone()
-    run = trainer(precision=precision)
-    run.fit(module, Loader(batches()))
-    assert module.net[0].weight.dtype is weights
-    assert module.net[1].weight.dtype is norm
+    run = fit(module, batches(), precision=precision)
+    assert (module.net[0].weight.dtype, module.net[1].weight.dtype) == (weights, norm)
     assert module.net[1].running_mean.dtype is norm
     assert features in module.dtypes
-    assert not torch.equal(module.net[0].weight.float(), before)
+    assert not torch.equal(module.net[0].weight.float(), Net().net[0].weight)
     assert run.precision == precision
-    module.forward = lambda batch: module.net(batch[0])
-    predictions = run.predict(module, Loader(batches(1)))
-    assert predictions is not None
-    assert predictions[0].isfinite().all()
+    (prediction,) = run.predict(module, DataLoader(batches(1), batch_size=None))
+    assert prediction.isfinite().all()
 
 
 def test_clipping_sees_unscaled_gradients() -> None:
@@ -163,10 +132,7 @@ def test_clipping_sees_unscaled_gradients() -> None:
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters()])))
 
-    torch.manual_seed(0)
     module = Watching()
-    run = trainer(precision="16-mixed", gradient_clip_val=1e-3)
-    before = module.net[3].weight.detach().clone()
-    run.fit(module, Loader(batches(1)))
+    fit(module, batches(1), precision="16-mixed", gradient_clip_val=1e-3)
     assert 0.01 < norms[0] < 100  # a scaled one would be 65536 times as large
-    assert (module.net[3].weight - before).abs().max() <= 0.05 * 1e-3
+    assert (module.net[3].weight - Net().net[3].weight).abs().max() <= 0.05 * 1e-3

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -27,8 +28,8 @@ from equipoise.parallel.batches.sampling import NO_BATCH, Collate
 from equipoise.trainer.data import row_loading
 from equipoise.trainer.data.memory_rows import sample_size, take
 from equipoise.trainer.data.row_loading import open_loader
-from tests.support.trainer_runs import trainer
-from tests.trainer.optimization.test_accumulation import Net, make_batches
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import Validated, trainer
 
 SIZE = 17
 
@@ -96,19 +97,13 @@ OTHERS = {
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    assert type(actual) is type(expected)
-    if isinstance(expected, Tensor):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape
-        assert actual.stride() == expected.stride()
-        assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
-        return
-    assert len(actual) == len(expected)
-    if isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        actual, expected = actual.values(), expected.values()
-    for one, other in zip(actual, expected, strict=True):
-        assert_same(one, other)
+    """As equal as torch's own iteration makes them: to the bit, in the same memory format, and entries in order."""
+    assert_equal(expected, actual)
+    assert repr(strides_of(actual)) == repr(strides_of(expected))
+
+
+def strides_of(batch: Any) -> Any:
+    return tree_map(lambda leaf: leaf.stride() if isinstance(leaf, Tensor) else None, batch)
 
 
 class Arrays:
@@ -154,13 +149,13 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         40,
         sampler=[0, 4] * 20,
     ),
-    "workers": lambda: DataLoader(dataset(), 4, shuffle=True, num_workers=2),
+    "workers": lambda: DataLoader(dataset(), 4, shuffle=True, num_workers=1),
     "workers that stay": lambda: DataLoader(dataset(), 4, shuffle=True, num_workers=1, persistent_workers=True),
 }
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_batches_are_the_same(name: str) -> None:
+def test_batches_and_random_numbers_are_those_of_torchs_iteration(name: str) -> None:
     torch.manual_seed(3)
     plain = LOADERS[name]()
     expected = [list(plain) for _ in range(2)]
@@ -226,7 +221,7 @@ def test_other_datasets_have_no_rows(name: str) -> None:
     assert sample_size(OTHERS[name]()) is None
 
 
-def test_methods_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_with_methods_of_the_users_own_are_read_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset()
     data.__getitems__ = lambda indices: [1 for _ in indices]  # type: ignore[attr-defined]
     assert sample_size(data) is None
@@ -285,14 +280,14 @@ def test_loaders_with_something_of_the_user_stay(make: Callable[[], DataLoader[A
     assert (reads.at_once, reads.by_sample) == (0, 0)
 
 
-def test_batches_that_the_dataset_reads_itself(reads: Reads) -> None:
+def test_batches_that_the_dataset_reads_itself_stay_as_they_are(reads: Reads) -> None:
     """Without batches of the loader, the sampler's item is the index."""
     loader = DataLoader(dataset(), batch_size=None, sampler=[[1, 2], [3]])
     assert [len(batch[0]) for batch in open_loader(loader)] == [2, 1]
     assert (reads.at_once, reads.by_sample) == (0, 0)
 
 
-def test_an_extended_collate_function(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extended_collate_function_is_called(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     def collate(batch: Any, *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(list(batch)) + 1
 
@@ -365,14 +360,8 @@ def test_batches_of_processes_may_be_empty() -> None:
     assert second is NO_BATCH
 
 
-class Validated(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.training_step(batch, batch_idx))
-
-
 def test_training_and_validation_take_rows_at_once(reads: Reads) -> None:
-    ((features, labels),) = make_batches([16])
-    data = TensorDataset(features, labels)
+    data = TensorDataset(torch.randn(16, 2))
     run = trainer(max_epochs=2, num_sanity_val_steps=0)
     run.fit(Validated(), DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
     assert (reads.at_once, reads.by_sample) == (12, 0)

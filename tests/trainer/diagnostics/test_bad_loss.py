@@ -32,9 +32,14 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
 }
 
 
-@pytest.mark.quick_cases(14)
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "16-mixed"}], ids=str)
+WITH_OPTIONS = [
+    (name, option)
+    for name in ("a vector", "detached", "no loss", "loss a number")
+    for option in ({"accumulate_grad_batches": 2}, {"precision": "16-mixed"})
+]
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in LOSSES), *WITH_OPTIONS])
 def test_a_loss_that_cannot_be_trained_on(name: str, options: dict[str, Any]) -> None:
     step, parts = LOSSES[name]
     module = with_step(step)
@@ -43,13 +48,9 @@ def test_a_loss_that_cannot_be_trained_on(name: str, options: dict[str, Any]) ->
     assert torch.equal(module.layer.weight, before)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_loss_of_frozen_parameters(frozen: bool) -> None:
-    module = Small().requires_grad_(not frozen)
-    if frozen:
-        refuses(lambda: trainer().fit(module, loader()), "Are all parameters frozen?", error=StepError)
-    else:
-        trainer().fit(module, loader())
+def test_a_loss_of_frozen_parameters() -> None:
+    module = Small().requires_grad_(False)
+    refuses(lambda: trainer().fit(module, loader()), "Are all parameters frozen?", error=StepError)
 
 
 @pytest.mark.parametrize(
@@ -57,18 +58,18 @@ def test_a_loss_of_frozen_parameters(frozen: bool) -> None:
     [("all", "'all'"), (-1, "-1"), (True, "True"), (float("nan"), "nan"), (torch.ones(2), "a tensor of shape [2]")],
     ids=str,
 )
-def test_a_weight_that_is_none(weight: Any, shown: str) -> None:
+def test_a_loss_weight_that_is_no_number_from_0(weight: Any, shown: str) -> None:
     module = with_step(lambda m, batch: {"loss": m.loss(batch), "loss_weight": weight})
-    call = lambda: trainer(accumulate_grad_batches=2).fit(module, loader())  # noqa: E731
-    refuses(call, "'loss_weight'", "a number from 0", f"not {shown}", error=StepError)
+    run = trainer(accumulate_grad_batches=2)
+    refuses(lambda: run.fit(module, loader()), "'loss_weight'", "a number from 0", f"not {shown}", error=StepError)
 
 
 @pytest.mark.parametrize("size", [-1, 2.5, None, "two"])
-def test_a_batch_size_that_is_none(size: Any) -> None:
+def test_a_batch_size_that_is_no_number_of_samples(size: Any) -> None:
     module = Small()
     module.batch_size = lambda batch: size
-    call = lambda: trainer(accumulate_grad_batches=2).fit(module, loader())  # noqa: E731
-    refuses(call, "`batch_size(batch)`", "number of samples", f"not {size!r}", error=StepError)
+    run, words = trainer(accumulate_grad_batches=2), ("`batch_size(batch)`", "number of samples", f"not {size!r}")
+    refuses(lambda: run.fit(module, loader()), *words, error=StepError)
 
 
 MANUAL: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
@@ -87,7 +88,7 @@ def test_losses_of_manual_optimisation(name: str) -> None:
     refuses(lambda: trainer().fit(module, loader()), *parts, error=StepError)
 
 
-def test_the_closure_must_be_called() -> None:
+def test_a_closure_that_is_not_called_is_an_error() -> None:
     module = type("Module", (Small,), {"optimizer_step": lambda self, *args: None})()
     with pytest.raises(MisconfigurationException, match=r"`optimizer_step` did not run its closure.*optimizer_closure"):
         trainer().fit(module, loader())
@@ -104,46 +105,44 @@ def test_any_other_error_of_a_step_is_left_as_it_is() -> None:
 
 
 class OnMeta(Small):
+    """Computes with a tensor on another device; its batch is a list and the same features on the CPU."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        if kind == "parameter":
+        if kind in ("parameter", "buffer"):  # a parameter there keeps a module with a buffer where it is
             self.other = nn.Linear(2, 1, device="meta")
-        elif kind == "buffer":
-            self.other = nn.Linear(2, 1, device="meta")  # so that it is left where it is
+        if kind == "buffer":
             self.register_buffer("scale", torch.ones(1, device="meta"))
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         features = batch[0]
-        if self.kind == "batch":
-            return {"inputs": [features.to("meta")], "mask": features}
-        return {"inputs": [features], "mask": features}
+        return {"inputs": [features.to("meta") if self.kind == "batch" else features], "mask": features}
 
     def loss(self, batch: Any) -> Tensor:
         (features,), here = batch["inputs"], self.layer(batch["mask"])
-        if self.kind == "batch":
-            return self.layer(features).mean()
-        if self.kind == "parameter":
-            return (here + self.other(features)).mean()
-        if self.kind == "buffer":
-            return (here * self.scale).mean()
-        return (here + torch.ones(2, 1, device="meta")).mean()
+        there = {
+            "batch": lambda: self.layer(features),
+            "parameter": lambda: self.other(features),
+            "buffer": lambda: self.scale,
+            "constant": lambda: torch.ones(2, 1, device="meta"),
+        }[self.kind]
+        return (here + there()).mean()
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts"),
+    ("kind", "entry", "parts"),
     [
-        ("batch", ["batch['inputs'][0] is on meta", "the rest is on cpu", "`self.device`"]),
-        ("parameter", ["parameter 'other.weight' is on meta", "the rest is on cpu"]),
-        ("buffer", ["buffer 'scale' is on meta", "the rest is on cpu", "`register_buffer`"]),
-        ("constant", ["all parameters and buffers are on cpu", "OnMeta makes", "on `self.device`", "meta"]),
+        ("batch", "fit", ["batch['inputs'][0] is on meta", "the rest is on cpu", "`self.device`"]),
+        ("batch", "test", ["batch['inputs'][0] is on meta", "the rest is on cpu", "`self.device`"]),
+        ("parameter", "fit", ["parameter 'other.weight' is on meta", "the rest is on cpu"]),
+        ("buffer", "fit", ["buffer 'scale' is on meta", "the rest is on cpu", "`register_buffer`"]),
+        ("constant", "fit", ["all parameters and buffers are on cpu", "OnMeta makes", "on `self.device`", "meta"]),
     ],
 )
-@pytest.mark.parametrize("entry", ["fit", "test"])
-def test_tensors_on_different_devices(kind: str, parts: list[str], entry: str) -> None:
-    module = OnMeta(kind)
+def test_tensors_on_different_devices_are_named(kind: str, entry: str, parts: list[str]) -> None:
     with pytest.raises(StepError, match="different devices") as caught:
-        getattr(trainer(), entry)(module, loader())
+        getattr(trainer(), entry)(OnMeta(kind), loader())
     message = str(caught.value)
     assert not [part for part in parts if part not in message], message
     assert isinstance(caught.value.__cause__, RuntimeError)

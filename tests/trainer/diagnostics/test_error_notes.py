@@ -1,9 +1,10 @@
-"""Errors of a step, a backward, a loader and a hook say what torch leaves out."""
+"""Errors of a step, a backward, a loader and a hook have notes that say what torch leaves out."""
 
 import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from equipoise.errors import ConfigurationError
-from tests.support.trainer_runs import trainer
+from tests.support.trainer_runs import refuses, trainer
 
 
 class Net(L.LightningModule):
@@ -91,32 +92,76 @@ def test_a_wrong_shape_names_the_layer_and_its_input(strategy: str) -> None:
     assert notes.count("Raised in") == 1
 
 
-def test_a_batch_of_strings() -> None:
-    class Text(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self(batch["text"]).sum()
-
-    notes = notes_of(TypeError, Text(), batches({"text": ("a", "b"), "label": torch.zeros(2)}))
-    assert "The batch does not hold tensors alone: batch['text'] is a list of 2 str." in notes
-    assert "collate_fn" in notes
+def with_step(step: Any) -> Net:
+    """A net whose training step is `step(net, batch)`."""
+    return type("Changed", (Net,), {"training_step": lambda self, batch, batch_idx: step(self, batch)})()
 
 
-@pytest.mark.parametrize("loader", [[1, 2, 3], range(3)])
-def test_a_list_of_samples_in_place_of_a_loader(loader: Any) -> None:
-    class Unpacks(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            features, _ = batch
-            return self(features).sum()
-
-    notes = notes_of(TypeError, Unpacks(), loader)
-    assert "The batch is of type int: each item that a loader gives is a batch." in notes
-    assert "DataLoader(samples, batch_size=...)" in notes
+def summing(module: Any, batch: Any) -> Tensor:
+    """A loss whose graph outlives its batch."""
+    module.total = getattr(module, "total", 0.0) + Net.training_step(module, batch, 0)
+    return module.total
 
 
-def test_a_label_out_of_range() -> None:
-    features, _ = good()
-    notes = notes_of(IndexError, Net(), batches((features, torch.tensor([0, 1, 2, 3, 1, 0]))))
-    assert "Integers in the batch: batch[1] from 0 to 3." in notes
+def changing_in_place(module: Any, batch: Any) -> Tensor:
+    hidden = torch.sigmoid(module.encoder(batch[0]))
+    loss = module.head(hidden).sum()
+    hidden += 1
+    return loss
+
+
+def unpacking(module: Any, batch: Any) -> Tensor:
+    features, _ = batch
+    return module(features).sum()
+
+
+SAMPLES = "The batch is of type int: each item that a loader gives is a batch.", "DataLoader(samples, batch_size=...)"
+NOTES: dict[str, tuple[type[Exception], Callable[[Any, Any], Any] | None, Callable[[], Any], tuple[str, ...]]] = {
+    "strings in a batch": (
+        TypeError,
+        lambda module, batch: module(batch["text"]).sum(),
+        lambda: batches({"text": ("a", "b"), "label": torch.zeros(2)}),
+        ("The batch does not hold tensors alone: batch['text'] is a list of 2 str.", "collate_fn"),
+    ),
+    "a list of samples in place of a loader": (TypeError, unpacking, lambda: [1, 2, 3], SAMPLES),
+    "a range in place of a loader": (TypeError, unpacking, lambda: range(3), SAMPLES),
+    "a label out of range": (
+        IndexError,
+        None,
+        lambda: batches((good()[0], torch.tensor([0, 1, 2, 3, 1, 0]))),
+        ("Integers in the batch: batch[1] from 0 to 3.",),
+    ),
+    "a graph that outlives its batch": (
+        RuntimeError,
+        summing,
+        lambda: batches(good(), good()),
+        ("still has its graph", "automatic_optimization"),
+    ),
+    "a result that is changed in place": (
+        RuntimeError,
+        changing_in_place,
+        lambda: batches(good()),
+        ("detect_anomaly=True",),
+    ),
+    "samples that cannot be stacked": (RuntimeError, None, lambda: ragged(0), ("pad_sequence",)),
+}
+
+
+def ragged(workers: int) -> DataLoader[Any]:
+    return DataLoader([torch.zeros(size) for size in (1, 2, 3, 4)], batch_size=2, num_workers=workers)
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_an_error_of_a_step_names_its_cause(name: str) -> None:
+    kind, step, data, words = NOTES[name]
+    notes = notes_of(kind, Net() if step is None else with_step(step), data())
+    assert not [part for part in words if part not in notes], notes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_samples_that_a_worker_cannot_stack() -> None:
+    assert "pad_sequence" in notes_of(RuntimeError, Net(), ragged(1))
 
 
 def test_a_forward_that_gets_the_whole_batch_in_a_prediction() -> None:
@@ -125,45 +170,11 @@ def test_a_forward_that_gets_the_whole_batch_in_a_prediction() -> None:
     assert "The batch is a list of 2 Tensor: layers take its entries" in "\n".join(caught.value.__notes__)
 
 
-def test_errors_of_ones_own_get_no_note_on_the_batch() -> None:
-    class Raises(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            raise ValueError("on purpose")
+def test_errors_of_the_users_own_get_no_note() -> None:
+    def fail(module: Any, batch: Any) -> None:
+        raise ValueError("on purpose")
 
-    assert notes_of(ValueError, Raises(), batches(good())) == ""
-
-
-def test_a_graph_that_outlives_its_batch() -> None:
-    class Keeps(Net):
-        state: Tensor | float = 0.0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.state = self.state + super().training_step(batch, batch_idx)
-            return self.state
-
-    notes = notes_of(RuntimeError, Keeps(), batches(good(), good()))
-    assert "still has its graph" in notes
-    assert "automatic_optimization" in notes
-
-
-def test_a_result_that_is_changed_in_place() -> None:
-    class InPlace(Net):
-        def forward(self, features: Tensor) -> Tensor:
-            hidden = torch.sigmoid(self.encoder(features))
-            out = self.head(hidden)
-            hidden += 1
-            return out
-
-    assert "detect_anomaly=True" in notes_of(RuntimeError, InPlace(), batches(good()))
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_samples_that_cannot_be_stacked(workers: int) -> None:
-    ragged = DataLoader([torch.zeros(size) for size in (1, 2, 3, 4)], batch_size=2, num_workers=workers)
-    notes = notes_of(RuntimeError, Net(), ragged)
-    assert "pad_sequence" in notes
+    assert notes_of(ValueError, with_step(fail), batches(good())) == ""
 
 
 class Samples(Dataset[Any]):
@@ -176,19 +187,19 @@ class Samples(Dataset[Any]):
         return good()
 
 
-def test_a_dataset_in_place_of_a_loader() -> None:
+def test_a_dataset_in_place_of_a_loader_is_named_in_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"dataset was passed in place of a loader \(Samples\).*DataLoader\(dataset"):
         trainer().fit(Net(), Samples())
 
 
-def test_parameters_without_values() -> None:
+def test_parameters_on_the_meta_device_are_refused() -> None:
     with torch.device("meta"):
         module = Net()
     with pytest.raises(ConfigurationError, match=r"'encoder.0.weight' of Net is on the meta device.*to_empty"):
         trainer().fit(module, batches(good()))
 
 
-def test_a_constructor_that_does_not_call_super() -> None:
+def test_a_constructor_that_does_not_call_super_is_named() -> None:
     class NoSuper(L.LightningModule):
         def __init__(self) -> None:
             pass
@@ -210,20 +221,12 @@ class AsksForTooMuch(Net):
         pass
 
 
-def test_a_callback_that_takes_too_little() -> None:
-    message = (
-        r"`TakesTooLittle.on_train_batch_end` is called with \(trainer, pl_module, outputs, batch, batch_idx\), but is"
-        r" defined as `\(trainer"
-    )
-    with pytest.raises(ConfigurationError, match=message):
-        trainer(callbacks=[TakesTooLittle()]).fit(Net(), batches(good()))
-
-
-def test_a_module_that_asks_for_too_much() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"`AsksForTooMuch.on_train_batch_start` is called with \(batch, batch_idx\)"
-    ):
-        trainer().fit(AsksForTooMuch(), batches(good()))
+def test_hooks_with_other_arguments_are_refused() -> None:
+    called = "`TakesTooLittle.on_train_batch_end` is called with (trainer, pl_module, outputs, batch, batch_idx)"
+    run = trainer(callbacks=[TakesTooLittle()])
+    refuses(lambda: run.fit(Net(), batches(good())), f"{called}, but is defined as `(trainer")
+    called = "`AsksForTooMuch.on_train_batch_start` is called with (batch, batch_idx)"
+    refuses(lambda: trainer().fit(AsksForTooMuch(), batches(good())), called)
 
 
 def test_hooks_with_other_names_and_stars_are_taken() -> None:
@@ -266,7 +269,7 @@ def test_hooks_behind_a_decorator_are_taken() -> None:
     assert callback.count == 1
 
 
-def test_hooks_that_a_run_does_not_call_are_not_looked_at() -> None:
+def test_arguments_of_hooks_that_a_run_does_not_call_are_not_checked() -> None:
     class Old(L.Callback):
         def on_predict_epoch_end(self, trainer: Any, pl_module: Any, outputs: Any) -> None: ...
 
@@ -289,44 +292,35 @@ def test_a_module_that_cannot_be_printed_does_not_hide_the_error() -> None:
     assert notes_of(RuntimeError, module, batches(good())) == ""
 
 
-class AsksForTheMesh(L.LightningModule):
+class AsksForTheMesh(Net):
     def configure_model(self) -> None:
         self.device_mesh["data_parallel"]
-
-    def training_step(self, batch: Any) -> Tensor:
-        raise OSError(24, "Too many open files")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def cut(module: L.LightningModule) -> None:
     module.device_mesh["data_parallel"]
 
 
-class LetsAFunctionAsk(AsksForTheMesh):
+class LetsAFunctionAsk(Net):
     def configure_model(self) -> None:
         cut(self)
 
 
-class OpensTooMuch(AsksForTheMesh):
-    def configure_model(self) -> None:
-        self.layer = nn.Linear(1, 1)
+def open_too_much(module: Any, batch: Any) -> None:
+    raise OSError(24, "Too many open files")
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "note"),
+    ("make", "error", "note"),
     [
         (AsksForTheMesh, TypeError, "`self.device_mesh` is None"),
         (LetsAFunctionAsk, TypeError, "`self.device_mesh` is None"),
-        (OpensTooMuch, OSError, "ulimit -n"),
+        (lambda: with_step(open_too_much), OSError, "ulimit -n"),
     ],
+    ids=["mesh", "mesh in a function", "open files"],
 )
-def test_what_is_missing_is_named(kind: Any, error: Any, note: str) -> None:
-    run = trainer(max_steps=1)
-    with pytest.raises(error) as caught:
-        run.fit(kind(), DataLoader([torch.ones(1)]))
-    assert any(note in text for text in caught.value.__notes__)
+def test_a_missing_mesh_and_missing_open_files_are_named(make: Any, error: Any, note: str) -> None:
+    assert note in notes_of(error, make(), batches(good()))
 
 
 WITHOUT_FILES = """

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import OOMRecovery, Trainer
+from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from tests.support import trainer_runs
 from tests.support.surroundings import threads_that_stay
-
-FOUND = r"The loss is nan in step 2, batch 2 of epoch 0 \(counted from 0\)\."
 
 
 class Poisoned(L.LightningModule):
@@ -80,16 +79,13 @@ def reports(module: L.LightningModule, **options: Any) -> list[str]:
     return [str(warning.message) for warning in caught if "An epoch has" not in str(warning.message)]
 
 
-@pytest.mark.parametrize("where", ["layer", "parameter", "between", "loss"])
-def test_the_step_and_the_batch_are_reported_once(where: str) -> None:
-    (report,) = reports(Poisoned(where))
-    assert report.startswith("The loss is nan in step 2, batch 2 of epoch 0 (counted from 0). The batch is finite.")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_step_and_the_batch_of_a_bad_loss_are_reported_once(value: float) -> None:
+    (report,) = reports(Poisoned("between", value=value))
+    assert report.startswith(
+        f"The loss is {value} in step 2, batch 2 of epoch 0 (counted from 0). The batch is finite."
+    )
     assert "Trainer(detect_nonfinite=True)" in report
-
-
-def test_an_infinite_loss() -> None:
-    (report,) = reports(Poisoned("loss", value=math.inf))
-    assert report.startswith("The loss is inf in step 2")
 
 
 @pytest.mark.parametrize("detect", [None, True])
@@ -114,9 +110,16 @@ def test_the_first_module_whose_output_is_not_finite_is_named(where: str) -> Non
     assert report.endswith(CAUSES[where])
 
 
-def test_the_first_module_under_dp() -> None:
+def test_the_first_module_whose_output_is_not_finite_is_named_under_dp() -> None:
     (report,) = reports(Poisoned("layer"), detect_nonfinite=True, strategy="dp", devices=["cpu", "cpu"])
     assert "Spoil" in report
+
+
+class Failing(Poisoned):
+    """Fails behind a loss that may be bad and still on its way."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise KeyError("on purpose")
 
 
 def test_no_hook_stays_behind() -> None:
@@ -125,19 +128,14 @@ def test_no_hook_stays_behind() -> None:
     reports(Poisoned(None), detect_nonfinite=True)
     assert dict(hooks) == before
 
-    class Raises(Poisoned):
-        def on_train_batch_end(self, *_: Any) -> None:
-            raise KeyError("on purpose")
-
     with pytest.raises(KeyError, match="on purpose"):
-        trainer(detect_nonfinite=True).fit(Raises(None), loader())
+        trainer(detect_nonfinite=True).fit(Failing(None), loader())
     assert dict(hooks) == before
 
 
-@pytest.mark.parametrize("where", [None, "loss"])
-def test_nothing_is_reported_where_nothing_is_looked_at(where: str | None) -> None:
-    assert not reports(Poisoned(where), detect_nonfinite=False)
-    assert not reports(Poisoned(where), barebones=True)
+def test_nothing_is_reported_where_the_loss_is_not_looked_at() -> None:
+    assert not reports(Poisoned("loss"), detect_nonfinite=False)
+    assert not reports(Poisoned("loss"), barebones=True)
 
 
 def test_finite_losses_are_not_reported() -> None:
@@ -145,11 +143,15 @@ def test_finite_losses_are_not_reported() -> None:
     assert not reports(Poisoned(None), detect_nonfinite=True)
 
 
-def test_a_device_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU only the choice of the moment can be tested: the loss of each second batch is looked at."""
-    from equipoise.trainer.diagnostics.loss_watch import LossWatch
-
+@pytest.fixture
+def not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are read later, as from a GPU."""
     monkeypatch.setattr(LossWatch, "_check_now", LossWatch._check_later)
+
+
+@pytest.mark.usefixtures("not_waited_for")
+def test_a_device_that_is_not_waited_for() -> None:
+    """Without a GPU only the choice of the moment can be tested: the loss of each second batch is looked at."""
     (report,) = reports(Poisoned("loss"), log_every_n_steps=2)
     assert report.startswith(
         "The loss is nan in step 2, batch 2 of epoch 0 (counted from 0). The loss is looked at every 2"
@@ -157,25 +159,14 @@ def test_a_device_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not reports(Poisoned("loss", at=1), log_every_n_steps=2, max_epochs=1)
 
 
-def test_the_last_loss_is_read_when_the_fit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from equipoise.trainer.diagnostics.loss_watch import LossWatch
-
-    monkeypatch.setattr(LossWatch, "_check_now", LossWatch._check_later)
+@pytest.mark.usefixtures("not_waited_for")
+def test_the_last_loss_is_read_when_the_fit_ends() -> None:
     (report,) = reports(Poisoned("loss", at=3), log_every_n_steps=1, max_epochs=1)
     assert "step 3, batch 3" in report
 
 
-class Failing(Poisoned):
-    """Fails behind a bad loss that is still on its way."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        raise KeyError("on purpose")
-
-
-def test_a_report_that_is_an_error_keeps_nothing_from_being_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    from equipoise.trainer.diagnostics.loss_watch import LossWatch
-
-    monkeypatch.setattr(LossWatch, "_check_now", LossWatch._check_later)
+@pytest.mark.usefixtures("not_waited_for")
+def test_a_report_that_is_an_error_keeps_nothing_from_being_released() -> None:
     data = DataLoader(torch.randn(8, 3), batch_size=2, num_workers=1, persistent_workers=True)
     run = trainer(strategy="dp", devices=["cpu", "cpu"], log_every_n_steps=1)
     known = set(threading.enumerate())

@@ -57,22 +57,18 @@ def fit(kind: Any, monitor: str, module: Logging, folder: Path, loaders: int = 1
     return run
 
 
-KINDS = [EarlyStopping, ModelCheckpoint, ReduceLROnPlateau]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("logged", "monitor"),
+    ("kind", "logged", "monitor"),
     [
-        ("val/loss", "val_loss"),
-        ("val_loss", "val/loss"),
-        ("val_loss", "valLoss"),
-        ("Val.F1", "val_f1"),
-        ("val_loss", "val_los"),
-        ("val/accuracy", "val/acuracy"),
+        (EarlyStopping, "val/loss", "val_loss"),
+        (ModelCheckpoint, "val_loss", "val/loss"),
+        (ReduceLROnPlateau, "val_loss", "valLoss"),
+        (EarlyStopping, "Val.F1", "val_f1"),
+        (ModelCheckpoint, "val_loss", "val_los"),
+        (ReduceLROnPlateau, "val/accuracy", "val/acuracy"),
     ],
 )
-def test_another_spelling_is_refused_before_the_first_step(
+def test_another_spelling_of_a_monitor_is_refused_before_the_first_step(
     kind: Any, logged: str, monitor: str, tmp_path: Path
 ) -> None:
     module = Logging([logged, "other"])
@@ -85,7 +81,7 @@ def test_another_spelling_is_refused_before_the_first_step(
         fit(kind, monitor, Logging([logged, "other"]), tmp_path, num_sanity_val_steps=0)
 
 
-def test_a_name_that_several_loaders_share_is_refused(tmp_path: Path) -> None:
+def test_a_monitor_that_several_loaders_share_is_refused(tmp_path: Path) -> None:
     module = Logging(["val_loss"])
     parts = ["monitors 'val_loss'", "did you mean 'val_loss/dataloader_idx_0'?"]
     refuses(lambda: fit(ModelCheckpoint, "val_loss", module, tmp_path, loaders=2), *parts)
@@ -93,18 +89,18 @@ def test_a_name_that_several_loaders_share_is_refused(tmp_path: Path) -> None:
     assert fit(ModelCheckpoint, "val_loss/dataloader_idx_1", module, tmp_path, loaders=2).global_step == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("validated", "trained", "at_end", "monitor"),
+    ("kind", "validated", "trained", "at_end", "monitor"),
     [
-        (["val_loss"], ["train_loss"], [], "train_loss"),
-        (["v_loss"], ["t_loss"], [], "t_loss"),
-        (["vloss"], [], [], "loss"),
-        (["loss_2"], ["loss_1"], [], "loss_1"),
-        (["val_acc"], [], ["val_auc"], "val_auc"),
-        ([], ["a"], [], "a"),
-        (["val_loss"], [], ["val_loss_mean"], "val_loss_mean"),
-        (["val_loss", "val/loss"], [], [], "val/loss"),
+        (EarlyStopping, ["val_loss"], ["train_loss"], [], "train_loss"),
+        (ModelCheckpoint, ["v_loss"], ["t_loss"], [], "t_loss"),
+        (ReduceLROnPlateau, ["vloss"], [], [], "loss"),
+        (EarlyStopping, ["loss_2"], ["loss_1"], [], "loss_1"),
+        (ModelCheckpoint, ["val_acc"], [], ["val_auc"], "val_auc"),
+        (ReduceLROnPlateau, [], ["a"], [], "a"),
+        (EarlyStopping, ["val_loss"], [], ["val_loss_mean"], "val_loss_mean"),
+        (ReduceLROnPlateau, ["val_loss"], [], ["val_loss_mean"], "val_loss_mean"),
+        (ModelCheckpoint, ["val_loss", "val/loss"], [], [], "val/loss"),
     ],
 )
 def test_a_value_that_is_logged_later_is_no_false_alarm(
@@ -119,7 +115,7 @@ def test_a_value_of_the_same_letters_that_is_logged_later_needs_no_check(tmp_pat
     assert run.checkpoint_callback.best_model_score == 1
 
 
-def test_who_may_find_its_value_elsewhere_is_not_asked(tmp_path: Path) -> None:
+def test_callbacks_that_may_find_their_value_elsewhere_are_not_refused(tmp_path: Path) -> None:
     class Renaming(ModelCheckpoint):
         def _monitor_candidates(self, trainer: Any) -> dict[str, Tensor]:
             values = super()._monitor_candidates(trainer)
@@ -132,7 +128,7 @@ def test_who_may_find_its_value_elsewhere_is_not_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp"])
-def test_all_processes_refuse_together(strategy: str, tmp_path: Path) -> None:
+def test_all_processes_refuse_a_monitor_together(strategy: str, tmp_path: Path) -> None:
     """The main process alone logs the value that decides."""
 
     class Main(Logging):
@@ -158,7 +154,7 @@ def test_reduce_on_plateau_watches_what_was_never_logged(interval: str) -> None:
     refuses(lambda: trainer().fit(module, loader(), loader()), *parts)
 
 
-def test_reduce_on_plateau_may_pass_it_over() -> None:
+def test_a_plateau_that_is_not_strict_warns() -> None:
     with pytest.warns(RuntimeWarning, match="monitors 'los'.*did you mean 'loss'.*stays as it is"):
         trainer().fit(watching(Small, monitor="los", strict=False), loader())
 

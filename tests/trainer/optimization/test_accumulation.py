@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import lightning as L
@@ -12,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import LBFGS
+from torch.utils.data import DataLoader
 
 from equipoise import Callback, OOMRecovery, Strategy, StrategyOptimizer
 from equipoise.errors import StepError
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import trainer
 
 FEATURES, CLASSES, IGNORED = 5, 3, -100
@@ -24,7 +25,7 @@ Batches = list[tuple[Tensor, Tensor]]
 class Net(L.LightningModule):
     """A small classifier in float64, the mean over samples or, if `tokens`, over labels that count."""
 
-    def __init__(self, tokens: str | None = None, optimizer: str = "adam") -> None:
+    def __init__(self, optimizer: str = "sgd", tokens: str | None = None) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
         self.tokens, self.optimizer = tokens, optimizer
@@ -44,107 +45,91 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def make_batches(sizes: list[int], masked: float = 0.0, seed: int = 0) -> Batches:
+def net_with(step: Callable[[Any, int], Any]) -> Net:
+    """A net that returns `step(loss, batch_idx)`."""
+
+    class Changed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return step(super().training_step(batch, batch_idx), batch_idx)
+
+    return Changed()
+
+
+def make_batches(sizes: list[int], masked: float = 0.0, dtype: torch.dtype = torch.float64) -> Batches:
     """Batches of these sizes; a share of the labels is masked."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sum(sizes))
     batches = []
     for size in sizes:
         labels = torch.randint(0, CLASSES, (size,), generator=generator)
         labels[torch.rand(size, generator=generator) < masked] = IGNORED
-        batches.append((torch.randn(size, FEATURES, generator=generator, dtype=torch.float64), labels))
+        batches.append((torch.randn(size, FEATURES, generator=generator, dtype=torch.float64).to(dtype), labels))
     return batches
 
 
-class Loader:
-    """Gives batches as they are."""
-
-    def __init__(self, batches: Batches) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
+def unions(batches: Batches, window: int) -> Batches:
+    """One batch for each window; the last may be short."""
+    windows = [batches[start : start + window] for start in range(0, len(batches), window)]
+    return [(torch.cat([x for x, _ in each]), torch.cat([y for _, y in each])) for each in windows]
 
 
-def train(module: Net, batches: Batches, **options: Any) -> Net:
-    """Trains two epochs."""
-    trainer(max_epochs=2, **options).fit(module, Loader(batches))
-    return module
+def train(module: Net, batches: Any, **options: Any) -> None:
+    """Train two epochs."""
+    trainer(max_epochs=2, **options).fit(module, DataLoader(batches, batch_size=None))
 
 
-def union(windows: list[Batches]) -> Batches:
-    """One batch for each window."""
-    return [(torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])) for window in windows]
+def train_by_hand(module: Net, batches: Any, step: Callable[[Any, Any, int], None]) -> None:
+    """The same by a loop that calls `step(optimizer, batch, number of the batch)`."""
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(batches * 2):
+        step(optimizer, batch, number)
 
 
-def windows_of(batches: Batches, parts: int) -> list[Batches]:
-    """The batches of each window; the last may be short."""
-    return [batches[start : start + parts] for start in range(0, len(batches), parts)]
+def with_weights_of(module: Net, other: Net) -> Net:
+    other.load_state_dict(module.state_dict())
+    return other
 
 
-def assert_close(left: nn.Module, right: nn.Module) -> None:
-    """Within 1e-12, relative to the largest weight."""
-    for (name, expected), actual in zip(left.named_parameters(), right.parameters(), strict=True):
-        error = (expected - actual).abs().max() / expected.abs().max()
-        assert error < 1e-12, f"{name}: relative error {error:.1e}"
+def assert_trains_alike(module: Net, batches: Any, expected: Net, expected_batches: Any, **options: Any) -> None:
+    """Accumulating batches, a module becomes what the other one becomes, from the same weights, with other batches."""
+    with_weights_of(module, expected)
+    train(module, batches, **options)
+    train(expected, expected_batches, **{**options, "accumulate_grad_batches": 1})
+    assert_equal(expected, module, 1e-12)
 
 
-def both(sizes: list[int], parts: int, **options: Any) -> tuple[Net, Net]:
-    """A run that accumulates, and one on the unions of the windows."""
-    masked = options.pop("masked", 0.0)
-    batches = make_batches(sizes, masked, seed=sum(sizes))
-    for window in windows_of(batches, parts):
-        window[-1][1][0] = 0  # a window of which nothing counts would step nothing
-    tokens, optimizer = options.pop("tokens", None), options.pop("optimizer", "adam")
-    torch.manual_seed(0)
-    accumulated = Net(tokens, optimizer)
-    whole = Net(tokens, optimizer)
-    whole.load_state_dict(accumulated.state_dict())
-    train(accumulated, batches, accumulate_grad_batches=parts, **options)
-    train(whole, union(windows_of(batches, parts)), **options)
-    return accumulated, whole
-
-
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    parts=st.integers(1, 5),
+    window=st.integers(1, 5),
     tokens=st.sampled_from([None, "number", "tensor"]),
     clip=st.sampled_from([None, 0.05]),
 )
-def test_any_sizes_and_weights(sizes: list[int], parts: int, tokens: str | None, clip: float | None) -> None:
+def test_a_window_of_any_sizes_and_weights_equals_its_union(
+    sizes: list[int], window: int, tokens: str | None, clip: float | None
+) -> None:
     """Random sizes, windows and weights; some batches have no label that counts."""
-    masked = 0.0 if tokens is None else 0.5
-    assert_close(*both(sizes, parts, tokens=tokens, masked=masked, gradient_clip_val=clip))
+    batches = make_batches(sizes, 0.0 if tokens is None else 0.5)
+    for last in {*range(window - 1, len(sizes), window), len(sizes) - 1}:
+        batches[last][1][0] = 0  # a window of which nothing counts would step nothing
+    module, whole = Net("adam", tokens), Net("adam", tokens)
+    options = {"accumulate_grad_batches": window, "gradient_clip_val": clip}
+    assert_trains_alike(module, batches, whole, unions(batches, window), **options)
 
 
 @pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
-def test_who_looks_sees_the_share(hook: str) -> None:
+def test_hooks_around_the_backward_receive_the_share_of_the_loss(hook: str) -> None:
     """A loss that hooks can see is divided itself; the gradients are the same."""
     seen: list[float] = []
 
-    class Looking(Net):
-        pass
-
-    if hook == "backward":
-
-        def backward(self: Any, loss: Tensor) -> None:
-            seen.append(float(loss.detach()))
+    def look(self: Any, loss: Tensor) -> None:
+        seen.append(float(loss.detach()))
+        if hook == "backward":
             loss.backward()
 
-        Looking.backward = backward
-    else:
-        Looking.on_before_backward = lambda self, loss: seen.append(float(loss.detach()))
+    looking = type("Looking", (Net,), {hook: look})()
     batches = make_batches([4, 4, 2, 4, 1])
-    torch.manual_seed(0)
-    looking, blind = Looking(), Net()
-    blind.load_state_dict(looking.state_dict())
-    first = float(blind.training_step(batches[0], 0).detach())
-    train(looking, batches, accumulate_grad_batches=2)
-    train(blind, batches, accumulate_grad_batches=2)
-    assert_close(looking, blind)
+    first = float(looking.training_step(batches[0], 0).detach())
+    assert_trains_alike(looking, batches, Net(), unions(batches, 2), accumulate_grad_batches=2)
     assert seen[0] == first / 2
 
 
@@ -167,7 +152,8 @@ class SearchingTwice(Searching):
     times = 2
 
 
-def with_optimizer(make: Callable[[Any], Any]) -> Net:
+def net_of(make: Callable[[Any], Any]) -> Net:
+    """A net with this optimiser."""
     net = Net()
     net.configure_optimizers = lambda: make(net.parameters())  # type: ignore[method-assign]
     return net
@@ -176,13 +162,9 @@ def with_optimizer(make: Callable[[Any], Any]) -> Net:
 def test_an_optimiser_with_a_closure_receives_the_loss_of_the_last_batch_divided_by_the_batches() -> None:
     Searching.losses.clear()
     batches = make_batches([3, 5, 3, 4])
-    searches = with_optimizer(lambda parameters: Searching(parameters, lr=0.1, momentum=0.9))
-    expected = Net(optimizer="sgd")
-    expected.load_state_dict(searches.state_dict())
-    first_loss = expected.training_step(batches[1], 1).detach() / 2
-    for net in (searches, expected):
-        train(net, batches, accumulate_grad_batches=2)
-    assert_close(searches, expected)
+    searches = net_of(lambda parameters: Searching(parameters, lr=0.1, momentum=0.9))
+    first_loss = searches.training_step(batches[1], 1).detach() / 2
+    assert_trains_alike(searches, batches, Net(), unions(batches, 2), accumulate_grad_batches=2)
     assert torch.equal(Searching.losses[0], first_loss)
     assert not Searching.losses[0].requires_grad
 
@@ -197,31 +179,29 @@ SEARCHES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_a_search_is_exact_without_a_window_and_refused_within_one(name: str) -> None:
     """The earlier batches of a window are gone when a closure computes the last one again."""
     batches = make_batches([3, 4])
-    net, expected = with_optimizer(SEARCHES[name]), with_optimizer(SEARCHES[name])
-    expected.load_state_dict(net.state_dict())
+    net = net_of(SEARCHES[name])
+    expected = with_weights_of(net, net_of(SEARCHES[name]))
+
+    def step(optimizer: Any, batch: Any, number: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = expected.training_step(batch, 0)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+
     train(net, batches)
-    optimizer = expected.configure_optimizers()
-
-    def closure(batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = expected.training_step(batch, 0)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    for batch in batches * 2:
-        optimizer.step(partial(closure, batch))
-    assert_close(net, expected)
+    train_by_hand(expected, batches, step)
+    assert_equal(expected, net, 1e-12)
     with pytest.raises(StepError, match=f"{name} computes a batch again within an accumulation window"):
         train(net, batches, accumulate_grad_batches=2)
 
 
 def test_lbfgs_with_one_evaluation_accumulates() -> None:
     batches = make_batches([3, 4, 6])
-    accumulated, whole = (with_optimizer(lambda parameters: LBFGS(parameters, max_iter=1)) for _ in range(2))
-    whole.load_state_dict(accumulated.state_dict())
-    train(accumulated, batches, accumulate_grad_batches=2)
-    train(whole, union(windows_of(batches, 2)))
-    assert_close(accumulated, whole)
+    module, whole = (net_of(lambda parameters: LBFGS(parameters, max_iter=1)) for _ in range(2))
+    assert_trains_alike(module, batches, whole, unions(batches, 2), accumulate_grad_batches=2)
 
 
 def doubled_by_a_hook(loss: Tensor) -> Tensor:
@@ -240,23 +220,13 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_loss_that_differs_from_others_does_not_change_their_gradients(name: str, window: int) -> None:
     change, factor = CHANGES[name]
-
-    class Changing(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return change(loss) if batch_idx in (0, 3) else loss
-
-    class Expected(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) * (factor if batch_idx in (0, 3) else 1.0)
-
+    changing = net_with(lambda loss, batch_idx: change(loss) if batch_idx in (0, 3) else loss)
+    expected = net_with(lambda loss, batch_idx: loss * (factor if batch_idx in (0, 3) else 1.0))
     batches = make_batches([4] * 6)
-    torch.manual_seed(0)
-    changing, expected = Changing(optimizer="sgd"), Expected(optimizer="sgd")
-    expected.load_state_dict(changing.state_dict())
+    with_weights_of(changing, expected)
     for module in (changing, expected):
         train(module, batches, accumulate_grad_batches=window)
-    assert_close(changing, expected)
+    assert_equal(expected, changing, 1e-12)
 
 
 def test_a_hook_on_the_loss_may_write_into_its_gradient_without_a_trace() -> None:
@@ -264,16 +234,8 @@ def test_a_hook_on_the_loss_may_write_into_its_gradient_without_a_trace() -> Non
         def on_before_backward(self, loss: Tensor) -> None:
             loss.register_hook(lambda gradient: gradient.data.mul_(2))
 
-    class Expected(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) * 2.0
-
-    torch.manual_seed(0)
-    writing, expected = Writing(optimizer="sgd"), Expected(optimizer="sgd")
-    expected.load_state_dict(writing.state_dict())
-    for module in (writing, expected):
-        train(module, make_batches([4] * 3), accumulate_grad_batches=1)
-    assert_close(writing, expected)
+    batches = make_batches([4] * 3)
+    assert_trains_alike(Writing(), batches, net_with(lambda loss, batch_idx: loss * 2), batches)
 
 
 class Clips(Callback):
@@ -286,21 +248,22 @@ class Clips(Callback):
 
 def test_a_callback_may_change_the_limit_of_gradients_during_an_epoch() -> None:
     batches = make_batches([4, 4])
-    torch.manual_seed(0)
-    module, expected = Net(optimizer="sgd"), Net(optimizer="sgd")
-    expected.load_state_dict(module.state_dict())
-    train(module, batches, callbacks=[Clips()])
-    optimizer = expected.configure_optimizers()
-    for number, batch in enumerate(batches * 2):
+    module = Net()
+    expected = with_weights_of(module, Net())
+
+    def step(optimizer: Any, batch: Any, number: int) -> None:
         optimizer.zero_grad()
         expected.training_step(batch, 0).backward()
         if number > 0:
             nn.utils.clip_grad_value_(expected.parameters(), 0.01)
         optimizer.step()
-    assert_close(module, expected)
+
+    train(module, batches, callbacks=[Clips()])
+    train_by_hand(expected, batches, step)
+    assert_equal(expected, module, 1e-12)
 
 
-def test_weights_of_zero_and_none() -> None:
+def test_batches_of_weight_zero_and_skipped_batches_leave_no_trace() -> None:
     """A batch of which nothing counts, and one that is skipped, leave no trace, not even in the weights."""
 
     class Skipping(Net):
@@ -309,12 +272,8 @@ def test_weights_of_zero_and_none() -> None:
 
     batches = make_batches([4, 3, 5, 2])
     batches[2] = (batches[2][0].fill_(float("nan")), torch.full((5,), IGNORED))  # weight 0: no backward, no NaN
-    torch.manual_seed(0)
-    skipping, whole = Skipping("number", "sgd"), Net("number", "sgd")
-    whole.load_state_dict(skipping.state_dict())
-    train(skipping, batches, accumulate_grad_batches=4)
-    train(whole, union([[batches[0], batches[3]]]))
-    assert_close(skipping, whole)
+    whole = unions([batches[0], batches[3]], 2)
+    assert_trains_alike(Skipping(tokens="number"), batches, Net(tokens="number"), whole, accumulate_grad_batches=4)
 
 
 class Odd(Net):
@@ -329,82 +288,74 @@ def odd(batches: Batches) -> list[Any]:
     return [{"x": x, "y": y, "other": torch.zeros(13)} for x, y in batches]
 
 
-def test_batch_size_of_the_module() -> None:
-    """A module that knows the number of samples is asked."""
-
+def test_the_batch_size_that_a_module_states_is_the_weight_of_a_batch() -> None:
     class Knows(Odd):
         def batch_size(self, batch: Any) -> int:
             return len(batch["x"])
 
     batches = make_batches([4, 1, 6])
-    torch.manual_seed(0)
-    knows, whole = Knows(), Net()
-    whole.load_state_dict(knows.state_dict())
-    train(knows, odd(batches), accumulate_grad_batches=3)
-    train(whole, union([batches]))
-    assert_close(knows, whole)
+    assert_trains_alike(Knows(), odd(batches), Net(), unions(batches, 3), accumulate_grad_batches=3)
 
 
-def test_sizes_that_cannot_be_inferred() -> None:
-    """Equal weights, and one warning."""
+def test_batches_whose_sizes_cannot_be_inferred_have_equal_weights_with_one_warning() -> None:
     batches = make_batches([4, 1, 6])
-    torch.manual_seed(0)
-    module, expected = Odd(), Net()
-    expected.load_state_dict(module.state_dict())
+    module = Odd()
+    expected = with_weights_of(module, Net())
+
+    def step(optimizer: Any, batch: Any, number: int) -> None:
+        (expected.training_step(batch, 0) / 3).backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
     with pytest.warns(UserWarning, match="cannot be inferred.*batch_size.*loss_weight") as caught:
         train(module, odd(batches), accumulate_grad_batches=3)
     assert len(caught) == 1
-    optimizer = expected.configure_optimizers()
-    for _ in range(2):
-        optimizer.zero_grad()
-        for batch in batches:
-            (expected.training_step(batch, 0) / 3).backward()
-        optimizer.step()
-    assert_close(module, expected)
+    train_by_hand(expected, batches, step)
+    assert_equal(expected, module, 1e-12)
 
 
-def test_scaled_in_half_precision() -> None:
-    """16-mixed with its scaler: unscaled and weighed as by hand, with unequal batches in the window."""
-    torch.manual_seed(0)
-    batches = [(x.float(), y) for x, y in make_batches([8, 8, 8, 2])]
+HALF = {"precision": "16-mixed", "gradient_clip_val": 0.5}
 
-    module, expected = Net(optimizer="sgd").float(), Net(optimizer="sgd").float()
-    expected.load_state_dict(module.state_dict())
-    train(module, batches, accumulate_grad_batches=4, precision="16-mixed", gradient_clip_val=0.5)
-    scaler, optimizer = torch.amp.GradScaler("cpu"), expected.configure_optimizers()
-    for _ in range(2):
-        optimizer.zero_grad()
-        for features, labels in batches:
-            with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-                loss = expected.training_step((features, labels), 0)
-            scaler.scale(loss * (len(labels) / 26)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    for left, right in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-4)  # halves: the order of roundings differs
+
+def assert_close(expected: Net, actual: Net) -> None:
+    """In halves, where the order of roundings differs."""
+    for left, right in zip(actual.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-4)
+
+
+def test_scaled_gradients_of_unequal_batches_are_weighed_as_by_hand() -> None:
+    batches = make_batches([8, 8, 8, 2], dtype=torch.float32)
+    module = Net().float()
+    expected = with_weights_of(module, Net().float())
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(optimizer: Any, batch: Any, number: int) -> None:
+        with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+            loss = expected.training_step(batch, 0)
+        scaler.scale(loss * (len(batch[1]) / 26)).backward()
+        if number % 4 == 3:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    train(module, batches, accumulate_grad_batches=4, **HALF)
+    train_by_hand(expected, batches, step)
+    assert_close(expected, module)
 
 
 @pytest.mark.parametrize("without_loss", [0, 1, 2])
 def test_a_batch_without_a_loss_in_half_precision(without_loss: int) -> None:
     """The other batches of the window count, also if the last one has no loss."""
-
-    class Skips(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == without_loss:
-                return None
-            return super().training_step(batch, batch_idx)
-
-    torch.manual_seed(0)
-    batches = [(x.float(), y) for x, y in make_batches([4, 4, 4])]
-    module, expected = Skips(optimizer="sgd").float(), Net(optimizer="sgd").float()
-    expected.load_state_dict(module.state_dict())
-    train(module, batches, accumulate_grad_batches=3, precision="16-mixed", gradient_clip_val=0.5)
-    with_loss = [batch for index, batch in enumerate(batches) if index != without_loss]
-    train(expected, with_loss, accumulate_grad_batches=2, precision="16-mixed", gradient_clip_val=0.5)
-    for left, right in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-4)
+    batches = make_batches([4, 4, 4], dtype=torch.float32)
+    module = net_with(lambda loss, batch_idx: None if batch_idx == without_loss else loss).float()
+    expected = with_weights_of(module, Net().float())
+    train(module, batches, accumulate_grad_batches=3, **HALF)
+    del batches[without_loss]
+    train(expected, batches, accumulate_grad_batches=2, **HALF)
+    assert_close(expected, module)
 
 
 class Counting(StrategyOptimizer):
@@ -436,12 +387,8 @@ class CountingStrategy(Strategy):
 )
 def test_a_strategy_hears_of_every_window(callbacks: Any, precision: str, expected: dict[str, int]) -> None:
     """Also of one without a loss, so that strategies of several processes count the same windows in all of them."""
-
-    class Skips(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
-
     Counting.calls.clear()
-    batches = [(x.float(), y) for x, y in make_batches([4, 4])]
-    train(Skips().float(), batches, strategy=CountingStrategy(), precision=precision, callbacks=callbacks)
+    module = net_with(lambda loss, batch_idx: None if batch_idx == 0 else loss).float()
+    batches = make_batches([4, 4], dtype=torch.float32)
+    train(module, batches, strategy=CountingStrategy(), precision=precision, callbacks=callbacks)
     assert Counting.calls == expected

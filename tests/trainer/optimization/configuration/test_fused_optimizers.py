@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.interop.torch.optimizers import unscales_by_itself
 from equipoise.trainer.optimization.configuration.fused_optimizers import fuse_optimizers
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import trainer
 
 KINDS = {
@@ -60,33 +61,28 @@ def fit(module: Module, ckpt_path: Path | None = None, **options: Any) -> Module
     return module
 
 
-def assert_close(one: Module, other: Module, tolerance: float = 1e-12) -> None:
-    for name, value in one.state_dict().items():
-        torch.testing.assert_close(value, other.state_dict()[name], rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_steps(kind: str) -> None:
+def test_fused_steps_equal_plain_ones(kind: str) -> None:
     fused = fit(Module(kind), fused_optimizer=True, gradient_clip_val=0.1)
     group = fused.trainer.optimizers[0].param_groups[0]
     assert group["fused"] is True
-    assert_close(fused, fit(Module(kind), gradient_clip_val=0.1))
+    assert_equal(fit(Module(kind), gradient_clip_val=0.1), fused, 1e-12)
     assert unscales_by_itself(fused.trainer.optimizers[0])
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("make", [Module, Watching])
-def test_scaled_losses(make: type[Module], clip: float | None) -> None:
+def test_fused_steps_of_scaled_losses_equal_plain_ones(make: type[Module], clip: float | None) -> None:
     options = {"precision": "16-mixed", "gradient_clip_val": clip}
     fused = fit(make(), fused_optimizer=True, **options)
     plain = fit(make(), **options)
-    assert_close(fused, plain, 1e-5)
+    assert_equal(plain, fused, 1e-5)
     assert fused.norms == pytest.approx(plain.norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("fused_before", [True, False])
-def test_resumed(tmp_path: Path, fused_before: bool, fused: bool) -> None:
+def test_a_resumed_run_is_fused_as_it_says_itself(tmp_path: Path, fused_before: bool, fused: bool) -> None:
     """The present choice holds."""
     whole = fit(Module(), fused_optimizer=fused)
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
@@ -95,17 +91,17 @@ def test_resumed(tmp_path: Path, fused_before: bool, fused: bool) -> None:
     with pytest.warns(UserWarning, match="states of callbacks that are missing"):
         resumed = fit(Module(), path, fused_optimizer=fused)
     assert bool(resumed.trainer.optimizers[0].param_groups[0]["fused"]) is fused
-    assert_close(resumed, whole, 0.0 if fused_before is fused else 1e-12)
+    assert_equal(whole, resumed, 0.0 if fused_before is fused else 1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "balanced", "pipeline"])
-def test_several_devices(strategy: str) -> None:
+def test_fused_steps_on_several_devices_equal_plain_ones_on_one(strategy: str) -> None:
     fused = fit(Module(), fused_optimizer=True, strategy=strategy, devices=["cpu", "cpu"])
-    assert_close(fused, fit(Module()))
+    assert_equal(fit(Module()), fused, 1e-12)
 
 
 @pytest.mark.parametrize("option", [{"fused": False}, {"foreach": True}, {"foreach": False}])
-def test_the_users_choice_stays(option: dict[str, bool]) -> None:
+def test_the_choice_of_a_fused_form_by_the_user_stays(option: dict[str, bool]) -> None:
     module = Module()
     optimizer = Adam(module.parameters(), **option)
     fuse_optimizers([optimizer], module)
@@ -135,7 +131,7 @@ class Looked(nn.Module):
         (Adam, nn.Linear(2, 2, dtype=torch.complex64), "Adam: a parameter has the dtype torch.complex64"),
     ],
 )
-def test_optimisers_without_a_fused_form(make: Any, module: nn.Module, reason: str) -> None:
+def test_optimisers_without_a_fused_form_are_named(make: Any, module: nn.Module, reason: str) -> None:
     optimizer = make(module.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=f"fused_optimizer=True has no effect on {reason}"):
         fuse_optimizers([optimizer], module)

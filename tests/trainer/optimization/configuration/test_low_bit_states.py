@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import MemoryLogger
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import trainer
 
 
@@ -85,21 +86,15 @@ def fit(module: Module, ckpt_path: Path | None = None, **options: Any) -> Module
 
 
 @pytest.mark.parametrize("kind", [Quantised, Halved])
-def test_resumed_to_the_bit(kind: type[Optimizer], tmp_path: Path) -> None:
+def test_low_bit_states_are_resumed_to_the_bit(kind: type[Optimizer], tmp_path: Path) -> None:
     whole = fit(Module(kind))
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     fit(Module(kind), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
     path = next(tmp_path.glob("*step=5*.ckpt"))
     with pytest.warns(UserWarning, match="states of callbacks that are missing"):
         resumed = fit(Module(kind), path)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-    states = [module.trainer.optimizers[0].state_dict()["state"] for module in (whole, resumed)]
-    for number, state in states[0].items():
-        for key, value in state.items():
-            other = states[1][number][key]
-            assert (other.dtype, other.shape) == (value.dtype, value.shape)
-            assert torch.equal(other, value)
+    assert_equal(whole, resumed)
+    assert_equal(*(module.trainer.optimizers[0].state_dict()["state"] for module in (whole, resumed)))
 
 
 def test_a_state_of_the_usual_dtype_follows_its_parameter(tmp_path: Path) -> None:
@@ -112,7 +107,7 @@ def test_a_state_of_the_usual_dtype_follows_its_parameter(tmp_path: Path) -> Non
         assert state["momentum_buffer"].dtype is torch.float32
 
 
-def test_memory_of_the_state() -> None:
+def test_memory_of_low_bit_states_is_counted_to_the_byte() -> None:
     states = {}
     parameters = 32 * 64 + 64 + 64 * 32 + 32
     for kind in (SGD, Halved, Quantised):

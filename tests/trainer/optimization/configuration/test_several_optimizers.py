@@ -39,7 +39,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form(form: str) -> None:
+def test_every_form_of_two_optimisers_with_schedulers(form: str) -> None:
     module = with_optimizers(FORMS[form])
     before = [parameter.detach().clone() for parameter in module.parameters()]
     run = trainer()
@@ -57,7 +57,7 @@ def test_every_form(form: str) -> None:
 
 
 @pytest.mark.parametrize("as_entry", [True, False])
-def test_a_plateau_of_each(as_entry: bool) -> None:
+def test_one_of_two_optimisers_may_have_a_plateau(as_entry: bool) -> None:
     """The monitor stands beside the scheduler, or in its dictionary."""
 
     def configure(module: Any) -> Any:
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_two_optimisers_that_cannot_be_stepped_together_are_refused(name: str) -> None:
     configure, words = REFUSED[name]
     refuses_fit(with_optimizers(configure), *words)
 
@@ -117,44 +117,28 @@ def test_refused(name: str) -> None:
     ],
     ids=["ensemble", "step_in_backward", "learning rates"],
 )
-def test_refused_with(options: dict[str, Any], words: list[str]) -> None:
-    class Rated(Small):
-        lr = 0.1
-
-        def configure_optimizers(self) -> Any:
-            return pair(self)
-
-    refuses_fit(Rated(), *words, **options)
+def test_two_optimisers_are_refused_where_one_is_needed(options: dict[str, Any], words: list[str]) -> None:
+    module = with_optimizers(pair)
+    module.lr = 0.1
+    refuses_fit(module, *words, **options)
 
 
-def test_a_callback_that_adds_a_parameter_to_two() -> None:
+def test_a_callback_that_adds_a_parameter_to_two_optimisers_is_refused() -> None:
     """Lightning's callback adds the parameters of the backbone to each optimiser."""
 
-    class Module(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = nn.Linear(2, 2)
-
-        def configure_optimizers(self) -> Any:
-            return pair(self)
-
+    module = with_optimizers(pair)
+    module.backbone = nn.Linear(2, 2)
     run = trainer(max_epochs=2, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
-    refuses(lambda: run.fit(Module(), loader(1)), "backbone.weight, backbone.bias", "two of them")
+    refuses(lambda: run.fit(module, loader(1)), "backbone.weight, backbone.bias", "two of them")
 
 
-def test_parameters_that_none_steps_are_told() -> None:
-    class Module(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.further = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
-            self.further[0].weight.requires_grad_(False)
-
-        def configure_optimizers(self) -> Any:
-            return pair(self)
-
+def test_parameters_that_no_optimiser_steps_are_named() -> None:
+    module = with_optimizers(pair)
+    module.further = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+    module.further[0].weight.requires_grad_(False)
     names = r"further\.0\.bias, further\.1\.weight, further\.1\.bias, further\.2\.weight and 1 more"
     with pytest.warns(UserWarning, match=f"No optimiser .* steps {names}.*requires_grad"):
-        trainer().fit(Module(), loader(1))
+        trainer().fit(module, loader(1))
 
 
 ASKED: dict[str, Callable[[Any], Any]] = {
@@ -165,12 +149,11 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("remedy", ASKED)
-def test_what_is_asked_of_one_of_them(remedy: str) -> None:
+def test_what_only_one_optimiser_can_do_is_refused_with_the_remedy(remedy: str) -> None:
     class Asks(Small):
-        def configure_optimizers(self) -> Any:
-            return pair(self)
-
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             ASKED[remedy](optimizer)
 
-    refuses(lambda: trainer().fit(Asks(), loader(1)), "2 optimisers", remedy, "`trainer.optimizers`")
+    refuses(
+        lambda: trainer().fit(with_optimizers(pair, Asks), loader(1)), "2 optimisers", remedy, "`trainer.optimizers`"
+    )

@@ -11,6 +11,7 @@ from torch.autograd import grad
 from torch.utils.data import DataLoader
 
 from equipoise import DDPStrategy, StepError
+from tests.support.pairs import pairwise
 from tests.support.trainer_runs import trainer
 
 
@@ -82,9 +83,10 @@ RIGHT = [plain_second, both_plain, assigned, changed, by_the_scaler, parts]
 DATA = torch.arange(16.0).view(8, 2)
 
 
-@pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)
-@pytest.mark.parametrize("make", [torch.optim.SGD, fused], ids=["SGD", "fused"])
-@pytest.mark.parametrize("processes", [1, 2])
+CASES = pairwise(RIGHT, [torch.optim.SGD, fused], [1, 2])
+
+
+@pytest.mark.parametrize(("step", "make", "processes"), CASES)
 def test_each_gradient_has_its_own_size(step: Any, make: Any, processes: int) -> None:
     module = type(step.__name__, (Two,), {"gradients": step})(make)
     strategy = "single_device" if processes == 1 else DDPStrategy()
