@@ -31,8 +31,8 @@ from equipoise.parallel.communication.processes import Processes
 from equipoise.strategies.distributed.epoch_length import Extent, certainty_of, length_of
 from equipoise.trainer.data import loader_state, loaders
 from equipoise.trainer.data.batch_stream import BatchStream
-from tests.support.equality import differences
-from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer, with_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`overfit_batches` needs the same batches")
 
@@ -123,7 +123,7 @@ def numbers(batches: Any) -> list[Any]:
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 @given(count=st.integers(2, 9), seed=st.integers(0, 2**31), share=st.floats(0, 1))
-def test_a_pass_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, share: float) -> None:
+def test_a_pass_over_a_loader_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, share: float) -> None:
     """The rest of the batches, and all the random numbers that are drawn after them."""
     torch.manual_seed(seed)
     state = torch.get_rng_state()
@@ -145,7 +145,7 @@ def test_a_pass_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, s
     ("loader", "length"),
     [([1, 2], 2), (DataLoader([1, 2, 3], batch_size=2), 2), (DataLoader(Stream(3)), None), (iter(()), None)],
 )
-def test_lengths(loader: Any, length: int | None) -> None:
+def test_the_length_of_a_loader_is_known_where_it_has_one(loader: Any, length: int | None) -> None:
     assert length_of(loader) == length
 
 
@@ -242,10 +242,8 @@ def loaders_of(given: Any, limit: float = 1.0, stage: str = "train", overfit: bo
     return loaders.Loaders(source, given, limit=limit, overfit=overfit, strategy=Strategy())
 
 
-@pytest.mark.parametrize(
-    ("limit", "batches"), [(1.0, 10), (0.5, 5), (0.25, 2), (3, 3), (1, 1), (99, 10), (0.999, 9), (0.1, 1)]
-)
-def test_limits(limit: float, batches: int) -> None:
+@pytest.mark.parametrize(("limit", "batches"), [(1.0, 10), (0.25, 2), (1, 1), (3, 3), (99, 10), (0.999, 9)])
+def test_limits_of_batches_are_lightnings(limit: float, batches: int) -> None:
     """A fraction is rounded down, as in Lightning."""
     assert loaders_of(loader(10), limit).extent.num_batches == batches
     run = trainer(L.Trainer, limit_train_batches=limit)
@@ -267,12 +265,9 @@ def test_overfitting_reads_the_same_batches_in_every_epoch(overfit: float) -> No
     seen: dict[str, list[Any]] = {"training": [], "validation": []}
 
     class Module(Validated):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["training"].append(batch[0][:, 0].tolist())
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["validation"].append(batch[0][:, 0].tolist())
+        def loss(self, batch: Any) -> Any:
+            seen["training" if self.training else "validation"].append(batch[0][:, 0].tolist())
+            return super().loss(batch)
 
     run = trainer(overfit_batches=overfit, max_epochs=3, num_sanity_val_steps=0)
     run.fit(Module(), loader(4, shuffle=True), loader(4))
@@ -316,28 +311,18 @@ BATCH_SAMPLERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
 def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_path: Path) -> None:
-    class Module(Small):
-        epochs: list[list[Any]]
-
-        def on_train_epoch_start(self) -> None:
-            self.epochs = [*getattr(self, "epochs", []), []]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.epochs[-1].append(batch[0].tolist())
-            return super().training_step(batch, batch_idx)
-
-    def fit(epochs: int, ckpt_path: Path | None = None) -> list[list[Any]]:
+    def fit(epochs: int, ckpt_path: Path | None = None) -> list[Any]:
+        seen: list[Any] = []
         data = TensorDataset(torch.arange(16.0).view(8, 2))
-        batch_sampler = BATCH_SAMPLERS[kind](data)
-        module, run = Module(), trainer(overfit_batches=3, max_epochs=epochs)
-        run.fit(module, DataLoader(data, batch_sampler=batch_sampler), ckpt_path=ckpt_path)
+        module = with_step(lambda module, batch: seen.append(batch[0].tolist()) or module.loss(batch))
+        run = trainer(overfit_batches=3, max_epochs=epochs)
+        run.fit(module, DataLoader(data, batch_sampler=BATCH_SAMPLERS[kind](data)), ckpt_path=ckpt_path)
         run.save_checkpoint(tmp_path / "x.ckpt")
-        return module.epochs
+        return seen
 
-    first, *others = fit(3)
-    assert len(first) == 3
-    assert others == [first] * 2
-    assert fit(4, tmp_path / "x.ckpt") == [first] * 4
+    seen = fit(3)
+    assert seen == seen[:3] * 3
+    assert fit(4, tmp_path / "x.ckpt") == seen[:3]
 
 
 def test_overfitting_calls_the_optional_methods_of_a_batch_sampler() -> None:
@@ -358,7 +343,7 @@ def test_overfitting_calls_the_optional_methods_of_a_batch_sampler() -> None:
     assert not hasattr(read, "planned_batches")
 
 
-def test_overfitting_says_that_it_does_not_shuffle() -> None:
+def test_overfitting_warns_that_it_does_not_shuffle() -> None:
     with pytest.warns(UserWarning, match="shuffling of the train loader is turned off"):
         chosen = loaders_of(loader(shuffle=True), 2, overfit=True)
     assert isinstance(chosen.flat[0].sampler, SequentialSampler)
@@ -393,7 +378,7 @@ class Backwards(Sampler[int]):
         return self.count
 
 
-def test_a_copy_with_another_sampler() -> None:
+def test_a_copy_of_a_loader_has_another_sampler() -> None:
     original = Own("somewhere", sizes=(5, 2))
     copy = with_sampler(original, Backwards(5))
     assert type(copy) is Own
@@ -406,7 +391,7 @@ def test_a_copy_with_another_sampler() -> None:
     assert sorted(number for batch in numbers(original) for number in batch) == [0, 1, 2, 3, 4]
 
 
-def test_a_copy_has_workers_of_its_own() -> None:
+def test_a_copy_of_a_loader_has_workers_of_its_own() -> None:
     original = DataLoader(Counted(4), batch_size=2, num_workers=1, persistent_workers=True)
     assert numbers(original) == [[0, 1], [2, 3]]
     copy = with_sampler(original, Backwards(4))
@@ -433,16 +418,15 @@ def test_workers_are_seeded_as_lightning_seeds_them(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     drawn = []
 
-    class Module(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            drawn[-1].append(batch.tolist())
-            return self.layer.weight.sum()
+    def step(module: Any, batch: Any) -> Any:
+        drawn[-1].append(batch.tolist())
+        return module.layer.weight.sum()
 
     for cls in (L.Trainer, Trainer):
         drawn.append([])
         torch.manual_seed(0)
         source = DataLoader(Noise(), num_workers=2)
-        trainer(cls).fit(Module(), source)
+        trainer(cls).fit(with_step(step), source)
         assert source.worker_init_fn is not None
     assert drawn[0] == drawn[1]
     assert len({tuple(sample) for batch in drawn[0] for sample in batch}) == 4
@@ -475,10 +459,10 @@ def test_drawing_seeds_draws_what_an_iterator_draws() -> None:
         loader_state.load_random_state([source], before)
         chosen.draw_seeds()
         actual = torch.get_rng_state(), loader_state.random_state_of([source])["generators"]
-        assert not list(differences(expected, actual))
+        assert_equal(expected, actual)
 
 
-def test_generators_of_loaders_and_samplers() -> None:
+def test_states_of_generators_of_loaders_and_samplers_are_put_back() -> None:
     shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     first = DataLoader(Counted(4), sampler=RandomSampler(range(4), generator=own), generator=shared)
     second = DataLoader(Counted(4), batch_sampler=BatchSampler(RandomSampler(range(4), generator=shared), 2, False))
@@ -523,9 +507,7 @@ def test_a_method_may_return_no_loader_for_validation(none: Any) -> None:
 
 
 def test_a_shuffled_loader_without_samples_names_the_remedy() -> None:
-    class Empty(Small):
-        def train_dataloader(self) -> Any:
-            return DataLoader([], shuffle=True)  # type: ignore[var-annotated]
-
+    module = Small()
+    module.train_dataloader = lambda: DataLoader([], shuffle=True)
     with pytest.raises(ConfigurationError, match=r"num_samples=0\. Its data set is empty\. .* shuffle=False"):
-        trainer().fit(Empty())
+        trainer().fit(module)

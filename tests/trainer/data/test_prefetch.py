@@ -2,8 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +18,21 @@ from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.runtime.run_data import RunData
 from equipoise.trainer.state.run_state import RunState
 from equipoise.tree import tensors_in
+from tests.support.nested import Pair, Sample
 from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("wrong", ["on", None, 1, "True", 2.0])
-def test_other_choices_are_refused(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", ["on", None, 1])
+def test_other_choices_of_prefetch_are_refused(wrong: Any) -> None:
     refuses(lambda: Trainer(prefetch=wrong), 'prefetch must be "auto", True or False, not ' + repr(wrong))
 
 
 @pytest.mark.parametrize(("choice", "device"), [("auto", CPU), (False, CPU), (False, CUDA)])
-def test_the_plain_copy_stays(choice: Any, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_prefetch_the_plain_copy_stays(
+    choice: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
     """On the CPU, and where prefetch is off."""
     state = RunState(root_dir="")
     state.prefetch = choice
@@ -43,7 +45,7 @@ def test_the_plain_copy_stays(choice: Any, device: torch.device, caplog: pytest.
     assert not caplog.records
 
 
-def test_who_asks_for_it_on_the_cpu_is_told_once() -> None:
+def test_prefetch_on_the_cpu_warns_once() -> None:
     run = trainer(prefetch=True, max_epochs=3)
     with pytest.warns(UserWarning, match="prefetch=True has no effect here: .* CUDA devices alone") as caught:
         run.fit(Small(), loader())
@@ -55,16 +57,6 @@ def test_a_batch_for_the_cpu_among_cuda_devices_is_copied_plainly() -> None:
     copier = Prefetch(True).copier([CUDA])
     assert copier is not copy_batch
     assert copier(batch, CPU) is batch
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclass
-class Sample:
-    x: Tensor
 
 
 def tensor(value: float = 1.0) -> Tensor:
@@ -142,11 +134,11 @@ def test_plain_containers_are_made_once_and_without_lightning(
     monkeypatch.delattr(prefetch, "apply_to_collection")
     result = Prefetch(True).copier([CUDA])({"x": tensor(), "pair": Pair(["name", 1], (tensor(2),))}, CUDA)
     assert result["x"] is copies[0]
-    assert result["pair"].y[0] is copies[1]
+    assert result["pair"].second[0] is copies[1]
 
 
 @pytest.mark.parametrize("value", [nn.Parameter(tensor()), tensor().requires_grad_(), tensor().to_sparse()])
-def test_tensors_whose_copy_is_more_than_their_values(
+def test_tensors_whose_copy_is_more_than_their_values_are_copied_plainly(
     value: Tensor, copies: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "to_device", lambda moved, device: moved)

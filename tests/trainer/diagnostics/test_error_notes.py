@@ -4,7 +4,6 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def unpacking(module: Any, batch: Any) -> Tensor:
 
 
 SAMPLES = "The batch is of type int: each item that a loader gives is a batch.", "DataLoader(samples, batch_size=...)"
-NOTES: dict[str, tuple[type[Exception], Callable[[Any, Any], Any] | None, Callable[[], Any], tuple[str, ...]]] = {
+NOTES: dict[str, Any] = {
     "strings in a batch": (
         TypeError,
         lambda module, batch: module(batch["text"]).sum(),

@@ -81,10 +81,9 @@ def reports(module: L.LightningModule, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_step_and_the_batch_of_a_bad_loss_are_reported_once(value: float) -> None:
-    (report,) = reports(Poisoned("between", value=value))
-    assert report.startswith(
-        f"The loss is {value} in step 2, batch 2 of epoch 0 (counted from 0). The batch is finite."
-    )
+    (report,) = reports(Poisoned("loss", value=value))
+    place = "step 2, batch 2 of epoch 0 (counted from 0)"
+    assert report.startswith(f"The loss is {value} in {place}. The batch is finite.")
     assert "Trainer(detect_nonfinite=True)" in report
 
 

@@ -1,4 +1,4 @@
-"""Hooks log values of steps and epochs as under Lightning, by default and by choice."""
+"""Arguments of `self.log`: hooks log values of steps and epochs as under Lightning, by default and by choice."""
 
 import itertools
 
@@ -15,7 +15,7 @@ CHOICES = [*itertools.product([None, False, True], repeat=2)]
 
 @pytest.mark.skipif(LIGHTNINGS is None, reason="this version of Lightning has no table")
 @pytest.mark.parametrize("hook", getattr(LIGHTNINGS, "functions", ()))
-def test_the_levels_of_a_hook_are_lightnings(hook: str) -> None:
+def test_values_of_steps_and_epochs_in_each_hook_are_lightnings(hook: str) -> None:
     for on_step, on_epoch in CHOICES:
         options = LogOptions(on_step=on_step, on_epoch=on_epoch)
         try:
@@ -30,7 +30,7 @@ def test_the_levels_of_a_hook_are_lightnings(hook: str) -> None:
         assert (completed.on_step, completed.on_epoch) == expected
 
 
-def test_what_the_errors_say() -> None:
+def test_a_hook_that_cannot_log_is_refused() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"self.log\('loss', ...\)` in `setup`. Log in a hook of batches"
     ):

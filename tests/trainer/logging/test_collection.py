@@ -1,4 +1,4 @@
-"""Logged values of one loop: one that hides another is named."""
+"""A logged value that hides that of another hook is named in a warning."""
 
 import warnings
 
@@ -44,5 +44,5 @@ def test_a_value_that_hides_that_of_another_hook_is_named(when: dict[str, bool])
         (("training_step", "a", EPOCH), ("training_step", "a", EPOCH)),
     ],
 )
-def test_values_that_hide_none(first: Call, second: Call) -> None:
+def test_values_that_hide_no_other_give_no_warning(first: Call, second: Call) -> None:
     assert told(first, second) == []

@@ -15,13 +15,6 @@ def entry(name: str = "loss", dataloader_idx: int | None = None, metric: Any = N
     return Entry("training_step", name, LogOptions(**{**defaults, **options}), dataloader_idx, metric)
 
 
-@pytest.fixture
-def float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def test_the_epochs_value_is_no_part_of_the_sum() -> None:
     """A caller may change what it reads."""
     reduced = entry(reduce_fx="sum")
@@ -50,7 +43,7 @@ def test_values_of_steps_alone_have_no_sum() -> None:
     ],
     ids=["sync_dist", "default", "epochs alone", "rank_zero_only", "a metric"],
 )
-def test_steps_that_are_synchronised(options: dict[str, Any], syncs: bool) -> None:
+def test_values_of_steps_are_synchronised_where_asked_for(options: dict[str, Any], syncs: bool) -> None:
     assert entry(**options).syncs_steps is syncs
 
 
@@ -63,9 +56,12 @@ def test_names_of_reductions(argument: Any, name: str) -> None:
     assert reduction_name(argument) == name
 
 
-def test_an_entry_keeps_the_dtype_of_its_first_hook(float64: None) -> None:
-    reduced = entry()
-    torch.set_default_dtype(torch.float32)
+def test_an_entry_keeps_the_default_dtype_of_its_first_hook() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        reduced = entry()
+    finally:
+        torch.set_default_dtype(torch.float32)
     reduced.add(torch.tensor(0.5), 3)
     assert reduced.epoch().dtype is torch.float64
 

@@ -47,7 +47,7 @@ def plain(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def test_hooks_of_the_same_name_are_apart() -> None:
+def test_values_of_one_name_in_two_hooks_are_apart() -> None:
     logs = logs_of()
     logs.begin_batch([0])
     log(logs, "x", 1.0, hook="on_train_batch_start", on_step=False, on_epoch=True)
@@ -97,7 +97,7 @@ def test_a_metric_must_compute_a_tensor() -> None:
     ],
     ids=["collection", "reduction", "name"],
 )
-def test_wrong_arguments(value: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(value: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     logs = logs_of()
     logs.begin_batch([0])
     with pytest.raises(error, match=message):
@@ -107,7 +107,7 @@ def test_wrong_arguments(value: Any, options: dict[str, Any], error: type[Except
 def test_one_name_has_the_same_arguments_in_every_call() -> None:
     logs = logs_of()
     log(logs, "x", 1.0, on_epoch=True)
-    log(logs, "x", 1.0, on_step=True, on_epoch=True)  # these are the defaults
+    both(logs, "x", 1.0)  # these are the defaults
     with pytest.raises(MisconfigurationException, match=r"'x', \.\.\.\)` was called twice in `training_step`"):
         log(logs, "x", 1.0, on_step=False, on_epoch=True)
 
@@ -133,7 +133,7 @@ def test_logging_needs_a_loop_and_a_hook() -> None:
 # Several processes
 
 
-def test_another_process_receives_what_is_shown() -> None:
+def test_shown_values_are_sent_to_another_process() -> None:
     logs = logs_of()
     run(logs, [(1.0, 1)])
     logs.refresh()
@@ -178,10 +178,17 @@ HERE, ELSEWHERE = [(1.0, 2), (4.0, 1)], [(10.0, 3)]
 
 
 @pytest.mark.parametrize(
-    ("reduce_fx", "expected"), [("mean", (2.0 + 4.0 + 30.0) / 6), ("sum", 15.0), ("min", 1.0), ("max", 10.0)]
+    ("reduce_fx", "expected", "here"),
+    [
+        ("mean", (2.0 + 4.0 + 30.0) / 6, True),
+        ("mean", 6.0, False),
+        ("sum", 15.0, False),
+        ("min", 1.0, True),
+        ("max", 10.0, False),
+    ],
 )
-@pytest.mark.parametrize("here", [True, False], ids=["all have logged", "this process had no batch"])
-def test_an_epoch_over_processes(reduce_fx: str, expected: float, here: bool) -> None:
+def test_values_of_an_epoch_are_reduced_over_processes(reduce_fx: str, expected: float, here: bool) -> None:
+    """Also in a process that had no batch."""
     reports = [report_of(ELSEWHERE, reduce_fx=reduce_fx)]
     if not here:
         reports.append(report_of(HERE, reduce_fx=reduce_fx))
@@ -215,7 +222,7 @@ def test_a_value_that_the_main_process_alone_logs_is_known_to_all() -> None:
     assert plain(logs.callback_metrics) == {"loss": 10.0, "loss_step": 10.0, "loss_epoch": 10.0}
 
 
-def test_rank_zero_only_stays_in_its_process() -> None:
+def test_a_value_of_rank_zero_only_stays_in_its_process() -> None:
     reports = [report_of(ELSEWHERE, rank_zero_only=True)]
     logs = logs_of(reduction=Peers(reports).reduction())
     run(logs, HERE, rank_zero_only=True)
@@ -259,7 +266,7 @@ KEY = ("training_step", "loss", None)
 
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 4.0), ("sum", 8.0), ("min", 2.0), ("max", 6.0)])
-def test_synchronised_steps(reduce_fx: str, expected: float) -> None:
+def test_values_of_a_step_are_reduced_over_processes(reduce_fx: str, expected: float) -> None:
     peers = Peers([{KEY: torch.tensor(6.0)}, {}])
     logs = logs_of(reduction=peers.reduction())
     run(logs, [(2.0, 1)], reduce_fx=reduce_fx, sync_dist=True)

@@ -41,7 +41,7 @@ def attributes_of_trainers(tree: ast.AST) -> set[tuple[str, ...]]:
     return found
 
 
-def test_whatever_lightnings_objects_read_is_there(tmp_path: Path) -> None:
+def test_attributes_that_lightnings_objects_read_are_there(tmp_path: Path) -> None:
     """Read from their source: every attribute of a trainer that a callback, a module or a logger names."""
     run = trainer(logger=CSVLogger(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
     run.fit(Validated(), loader(), loader())
@@ -61,7 +61,7 @@ def test_whatever_lightnings_objects_read_is_there(tmp_path: Path) -> None:
     assert missing == NOT_READ
 
 
-def test_throughput_in_every_kind_of_run(tmp_path: Path) -> None:
+def test_the_throughput_monitor_works_in_every_kind_of_run(tmp_path: Path) -> None:
     """Of all callbacks it reads the most."""
     module = Validated()
     module.flops_per_batch = 6
@@ -92,7 +92,7 @@ class BringsLoaders(AsksForLoaders):
 
 
 @pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
-def test_where_loaders_come_from(cls: Any) -> None:
+def test_sources_of_loaders_are_lightnings(cls: Any) -> None:
     passed = AsksForLoaders()
     trainer(cls).fit(passed, loader(), loader())
     assert passed.answers == [(True, False), (True, False)]
@@ -107,7 +107,7 @@ def test_where_loaders_come_from(cls: Any) -> None:
     assert brought.answers == [(True, True), (True, True)]
 
 
-def test_where_loaders_come_from_in_other_runs() -> None:
+def test_sources_of_loaders_of_evaluations_are_known_in_their_run() -> None:
     run = trainer()
     assert not run.validate_loop._data_source.is_defined()
     run.validate(Validated(), loader(), verbose=False)

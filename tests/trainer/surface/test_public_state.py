@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from equipoise import Trainer
 from equipoise.trainer.surface.state_fields import StateField
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer
 
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
@@ -65,7 +66,7 @@ def read(run: Any, where: str) -> tuple[str, Reading]:
 
 
 class Reads(Validated):
-    """Reads everything in its hooks and steps."""
+    """Has weights of 0.5; in a subclass, reads everything in its hooks and steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,13 +74,10 @@ class Reads(Validated):
         nn.init.constant_(self.layer.bias, 0.5)
         self.readings: list[tuple[str, Reading]] = []
 
-    def read(self, where: str) -> None:
-        self.readings.append(read(self.trainer, where))
-
 
 def _reading(name: str) -> Any:
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.read(name)
+        self.readings.append(read(self.trainer, name))
         return getattr(super(ReadsEverywhere, self), name)(*args, **kwargs)
 
     return hook
@@ -142,22 +140,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_everything_is_lightnings(options: str) -> None:
+def test_everything_that_a_trainer_shows_is_lightnings(options: str) -> None:
     theirs, ours = (everything(cls, **OPTIONS[options]) for cls in (L.Trainer, Trainer))
-    assert [where for where, _ in ours] == [where for where, _ in theirs]
-    differing = {
-        (where, name): (a[name], b[name])
-        for (where, a), (_, b) in zip(theirs, ours, strict=True)
-        for name in a
-        if a[name] != b[name]
-    }
-    assert not differing
+    assert_equal(theirs, ours)
     flags = {flag for _, reading in ours for flag in STAGES if reading[flag]}
     assert set(STAGES) - flags <= {"sanity_checking"}  # each was seen true
 
 
 @BOTH
-def test_what_is_in_use_is_the_users_own(cls: Any) -> None:
+def test_module_and_loaders_of_a_run_are_the_users_own(cls: Any) -> None:
     module, loaders, run = Validated(), [loader() for _ in range(4)], trainer(cls)
     run.fit(module, *loaders[:2])
     assert run.lightning_module is run.model is module
@@ -177,7 +168,7 @@ def test_arguments_of_a_sampler_under_several_processes(cls: Any) -> None:
 
 
 @BOTH
-def test_a_stage_is_set_under_its_name(cls: Any) -> None:
+def test_a_stage_is_set_by_its_flag(cls: Any) -> None:
     """Callbacks of Lightning do that; taking back a stage that is not the present one changes nothing."""
     run = trainer(cls)
     for name in STAGES:
@@ -207,7 +198,7 @@ def test_a_stage_is_set_under_its_name(cls: Any) -> None:
     ],
     ids=str,
 )
-def test_estimated_steps(options: dict[str, Any], batches: int | None) -> None:
+def test_estimated_stepping_batches_are_lightnings(options: dict[str, Any], batches: int | None) -> None:
     class Module(Small):
         def configure_optimizers(self) -> Any:
             self.estimates = [self.trainer.estimated_stepping_batches]
@@ -226,18 +217,15 @@ def test_estimated_steps(options: dict[str, Any], batches: int | None) -> None:
     assert estimates[1][1] > 0
 
 
-def test_endless_training_has_no_estimate() -> None:
-    assert trainer(max_epochs=-1).estimated_stepping_batches == math.inf
-    assert (
-        trainer(max_epochs=-1).estimated_stepping_batches
-        == trainer(L.Trainer, max_epochs=-1).estimated_stepping_batches
-    )
+def test_endless_training_has_an_infinite_estimate() -> None:
+    for cls in (L.Trainer, Trainer):
+        assert trainer(cls, max_epochs=-1).estimated_stepping_batches == math.inf
 
 
 # Callbacks, loggers, files
 
 
-def test_callbacks_by_kind(tmp_path: Path) -> None:
+def test_callbacks_are_found_by_their_kind(tmp_path: Path) -> None:
     read: list[Any] = []
     for cls in (L.Trainer, Trainer):
         bar = TQDMProgressBar()
@@ -264,7 +252,7 @@ LOGGERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
-def test_folders_of_a_run(kind: str, tmp_path: Path) -> None:
+def test_folders_of_logs_are_lightnings(kind: str, tmp_path: Path) -> None:
     folders = []
     for cls in (L.Trainer, Trainer):
         run = trainer(cls, logger=LOGGERS[kind](tmp_path / "logs"), default_root_dir=tmp_path / "." / "root")
@@ -274,7 +262,7 @@ def test_folders_of_a_run(kind: str, tmp_path: Path) -> None:
 
 
 @BOTH
-def test_a_logger_that_is_set(cls: Any, tmp_path: Path) -> None:
+def test_loggers_may_be_set(cls: Any, tmp_path: Path) -> None:
     run, logger = trainer(cls), CSVLogger(tmp_path)
     run.logger = logger
     assert run.loggers == [logger]
@@ -286,11 +274,9 @@ def test_a_logger_that_is_set(cls: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "~/runs", "memory://bucket/runs/../x", None], ids=str)
-def test_where_files_go(folder: str | None) -> None:
-    assert (
-        trainer(L.Trainer, default_root_dir=folder).default_root_dir
-        == trainer(default_root_dir=folder).default_root_dir
-    )
+def test_default_root_dir_is_lightnings(folder: str | None) -> None:
+    theirs, ours = (trainer(cls, default_root_dir=folder).default_root_dir for cls in (L.Trainer, Trainer))
+    assert theirs == ours
 
 
 @BOTH
@@ -318,7 +304,7 @@ def test_a_checkpoint_that_is_set_is_loaded_in_the_runs_that_follow(cls: Any, tm
 
 
 @BOTH
-def test_values_are_those_of_the_run(cls: Any) -> None:
+def test_callback_metrics_are_those_of_the_last_run(cls: Any) -> None:
     run, module = trainer(cls), Validated()
     run.fit(module, loader(), loader())
     assert set(run.callback_metrics) == {"loss", "val_loss"}

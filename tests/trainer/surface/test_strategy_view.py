@@ -16,25 +16,26 @@ from equipoise.trainer.surface.strategy_view import _OF_LIGHTNINGS_LOOPS, Strate
 from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer
 
 LIGHTNINGS = (strategies.Strategy, strategies.SingleDeviceStrategy, strategies.ParallelStrategy, strategies.DDPStrategy)
-NAMES = sorted({name for kind in LIGHTNINGS for name in dir(kind) if not name.startswith("_")})
+NAMES = {name for kind in LIGHTNINGS for name in dir(kind) if not name.startswith("_")}
 # The same name, the same arguments, the same meaning on both sides.
 SHARED = {"root_device", "teardown"}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "process_group_backend"])
-def test_every_name_is_there(name: str) -> None:
-    getattr(trainer().strategy, name)
+def test_every_name_of_lightnings_strategies_is_there() -> None:
+    view = trainer().strategy
+    for name in NAMES - {"process_group_backend"}:
+        getattr(view, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_name_reaches_a_method_of_another_meaning(name: str) -> None:
-    if hasattr(SingleDeviceStrategy, name) and name not in SHARED:
-        assert name in vars(StrategyView), f"`trainer.strategy.{name}` is our strategy's {name}, not Lightning's."
+def test_no_name_reaches_a_method_of_another_meaning() -> None:
+    ours = {name for name in NAMES - SHARED if hasattr(SingleDeviceStrategy, name)}
+    assert not ours - vars(StrategyView).keys(), "These are our strategy's, not Lightning's."
 
 
-@pytest.mark.parametrize("name", sorted(_OF_LIGHTNINGS_LOOPS))
-def test_steps_of_lightnings_loops_are_refused(name: str) -> None:
-    refuses(lambda: getattr(trainer().strategy, name)(None), f"`trainer.strategy.{name}`", "Lightning's own loops")
+def test_steps_of_lightnings_loops_are_refused() -> None:
+    view = trainer().strategy
+    for name in _OF_LIGHTNINGS_LOOPS:
+        refuses(lambda name=name: getattr(view, name)(None), f"`trainer.strategy.{name}`", "Lightning's own loops")
 
 
 def test_hooks_of_lightnings_strategies_do_nothing() -> None:
@@ -76,7 +77,7 @@ def test_only_a_module_can_be_connected() -> None:
     refuses(trainer().strategy.lightning_module_state_dict, "needs a module", "`trainer.strategy.connect(module)`")
 
 
-def test_weights_out_and_in() -> None:
+def test_weights_are_given_and_loaded_by_the_strategy() -> None:
     run = trainer()
     run.strategy.connect(module := Small())
     state = {name: value.clone() for name, value in run.strategy.lightning_module_state_dict().items()}
@@ -98,7 +99,7 @@ class Asking(Validated):
 
 
 @pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
-def test_used_in_a_step(cls: Any) -> None:
+def test_a_step_may_use_the_strategy(cls: Any) -> None:
     options = {} if cls is Trainer else {"strategy": _with_blocks()}
     run = trainer(cls, limit_val_batches=0, **options)
     run.fit(module := Asking(), loader())
@@ -111,7 +112,7 @@ def _with_blocks() -> Any:
     return kind("cpu")
 
 
-def test_states_of_optimizers() -> None:
+def test_states_of_optimizers_are_given_and_loaded_by_the_strategy() -> None:
     run = trainer()
     module = Small()
     module.configure_optimizers = lambda: torch.optim.Adam(module.parameters())
@@ -129,7 +130,7 @@ def test_states_of_optimizers() -> None:
 # Devices and processes
 
 
-def test_one_process() -> None:
+def test_devices_and_processes_of_the_strategy_in_one_process() -> None:
     view = trainer().strategy
     assert view.parallel_devices == [torch.device("cpu")]
     assert (view.num_nodes, view.num_processes, view.is_distributed) == (1, 1, False)
@@ -143,7 +144,7 @@ def test_one_process() -> None:
 # Checkpoints
 
 
-def test_files_by_the_strategy(tmp_path: Path) -> None:
+def test_checkpoints_are_written_and_removed_by_the_strategy(tmp_path: Path) -> None:
     run = trainer()
     view = run.strategy
     view.save_checkpoint({"state_dict": {"x": torch.ones(1)}}, tmp_path / "x.ckpt")
