@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ FOLLOWS_FROM_THE_PLACE = "num_nodes"  # 1 in Lightning; here nothing was said
 # The Trainer as a whole
 
 
-def test_root_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_root_dir_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert arguments.root_directory(None) == str(tmp_path)
     assert arguments.root_directory(Path("a") / "b") == os.path.join("a", "b")
@@ -114,25 +115,27 @@ def read(run: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(6)
 @pytest.mark.filterwarnings(
     "ignore:`max_epochs` was not set", "ignore:Precision bf16-mixed is not supported by the model summary"
 )
 @pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("after", [False, True], ids=["made", "run"])
-def test_what_options_imply_is_lightnings(name: str, after: bool, tmp_path: Path) -> None:
+def test_what_options_imply_is_lightnings(name: str, tmp_path: Path) -> None:
     """Read when the trainer has just been made, and when it has run for no step."""
-    seen = []
-    for cls in (L.Trainer, Trainer):
-        run = cls(accelerator="cpu", default_root_dir=tmp_path, **CHOICES[name])
-        if after:
-            run.limit_train_batches = 0
-            run.fit(Small(), loader())
-        seen.append(read(run))
+    theirs, ours = (list(readings(cls, tmp_path, CHOICES[name])) for cls in (L.Trainer, Trainer))
     if name == "time between validations":
-        assert seen[0].pop("val_check_interval") is None  # Lightning keeps the time under a private name
-        assert seen[1].pop("val_check_interval") == 1.0
-    assert seen[0] == seen[1]
+        # Lightning keeps the time under a private name.
+        assert {reading.pop("val_check_interval") for reading in theirs} == {None}
+        assert {reading.pop("val_check_interval") for reading in ours} == {1.0}
+    assert theirs == ours
+
+
+def readings(cls: Any, folder: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    run = cls(accelerator="cpu", default_root_dir=folder, **options)
+    yield read(run)
+    run.limit_train_batches = 0
+    run.fit(Small(), loader())
+    yield read(run)
 
 
 # One by one
@@ -141,14 +144,14 @@ def test_what_options_imply_is_lightnings(name: str, after: bool, tmp_path: Path
 @pytest.mark.parametrize(
     ("given", "limit"), [(None, 1.0), (0, 0), (1, 1), (1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (7, 7), (3.0, 3)], ids=repr
 )
-def test_limits_of_batches(given: Any, limit: Any) -> None:
+def test_a_limit_of_batches_is_a_count_or_a_fraction(given: Any, limit: Any) -> None:
     checked = arguments.check_batch_limit("limit", given)
     assert checked == limit
     assert type(checked) is type(limit)
 
 
 @pytest.mark.parametrize(("given", "meaning"), [(1, "one batch"), (1.0, "all batches")])
-def test_one_is_said_aloud(given: Any, meaning: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_meaning_of_a_limit_of_one_is_logged(given: Any, meaning: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         arguments.check_batch_limit("limit_val_batches", given)
     assert f"limit_val_batches={given!r} means {meaning}" in caplog.text
@@ -161,7 +164,7 @@ def test_one_is_said_aloud(given: Any, meaning: str, caplog: pytest.LogCaptureFi
     seconds=st.integers(0, 99),
     form=st.sampled_from(["text", "timedelta", "dictionary"]),
 )
-def test_times(days: int, hours: int, minutes: int, seconds: int, form: str) -> None:
+def test_a_time_in_each_form(days: int, hours: int, minutes: int, seconds: int, form: str) -> None:
     parts = {"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}
     value: Any = {
         "text": f" {days:02}:{hours:02}:{minutes:02}:{seconds:02}",
@@ -186,7 +189,7 @@ def test_values_that_are_no_time(value: Any) -> None:
         arguments.seconds_of("max_time", value)
 
 
-def test_max_epochs_has_a_default_that_is_said_aloud() -> None:
+def test_the_default_of_max_epochs_warns() -> None:
     run = trainer(max_epochs=None, limit_train_batches=0)
     with pytest.warns(UserWarning, match=r"`max_epochs` was not set: training ends after 1000 epochs.*max_epochs=-1"):
         run.fit(Small(), loader())
@@ -197,7 +200,7 @@ def test_max_epochs_has_a_default_that_is_said_aloud() -> None:
 
 
 @pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["Lightning", "Equipoise"])
-def test_variables_give_what_the_program_does_not(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_give_arguments_that_are_left_out(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"LOGGER": "False", "MAX_STEPS": "7", "MAX_EPOCHS": "3", "PRECISION": "bf16-mixed", "MIN_EPOCHS": ""}
     for name, value in variables.items():
         monkeypatch.setenv(f"PL_TRAINER_{name}", value)
@@ -209,14 +212,10 @@ def test_variables_give_what_the_program_does_not(cls: Any, monkeypatch: pytest.
 # Arguments that Lightning alone has
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_an_argument_of_a_newer_lightning_without_effect_is_ignored(value: bool) -> None:
+def test_an_argument_of_lightning_without_effect_is_ignored() -> None:
     with pytest.warns(UserWarning, match="ignores Lightning's argument 'suggest_integrations', which has no effect"):
-        made = Trainer(suggest_integrations=value, max_epochs=3)  # type: ignore[call-arg]
+        made = Trainer(suggest_integrations=True, max_epochs=3)  # type: ignore[call-arg]
     assert made.constructor_arguments == {"max_epochs": 3}
-
-
-def test_an_argument_that_lightning_alone_has_is_ignored_at_its_default() -> None:
     with pytest.warns(UserWarning, match="ignores Lightning's argument 'model_registry'"):
         Trainer(model_registry=None)  # type: ignore[call-arg]
 

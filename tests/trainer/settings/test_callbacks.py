@@ -35,7 +35,7 @@ def chosen(callbacks: Any = None, **options: Any) -> list[Any]:
     return select_callbacks(callbacks, **{**defaults, **options})
 
 
-def test_default_callbacks() -> None:
+def test_default_callbacks_and_those_in_their_place() -> None:
     everything = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True)
     assert kinds(chosen(**everything)) == [ProgressBar, WholeModelSummary, ModelCheckpoint]
     assert chosen() == []

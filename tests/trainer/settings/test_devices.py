@@ -17,24 +17,17 @@ CPU = torch.device("cpu")
     ("devices", "count"),
     [
         ("auto", 1),
-        (1, 1),
-        ("1", 1),
         (-1, 1),
-        ("-1", 1),
-        (3, 3),
         ("3", 3),
-        ([0], 1),
         ((0, 1), 2),
         ("0,", 1),
         ("0,1", 2),
         ([0, 0], 2),
-        (["cpu"], 1),
-        (["cpu", "cpu:0"], 2),
-        ([CPU, "cpu"], 2),
+        ([CPU, "cpu:0"], 2),
     ],
     ids=str,
 )
-def test_devices_of_the_cpu(devices: Any, count: int) -> None:
+def test_cpu_devices_by_count_index_and_name(devices: Any, count: int) -> None:
     for accelerator in ("cpu", CPUAccelerator()):
         assert select.select_devices(accelerator, devices) == [CPU] * count
 
@@ -51,14 +44,10 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("auto", [0, 1, 2, 3]),
         (2, [0, 1]),
-        ("2", [0, 1]),
-        (-1, [0, 1, 2, 3]),
         ("-1", [0, 1, 2, 3]),
-        ([2], [2]),
         ([3, 1], [3, 1]),
         ("3, 1", [3, 1]),
         ("2,", [2]),
-        (["cuda:1"], [1]),
         (["cuda"], [0]),
         (["cuda:1", "cuda:1"], [1, 1]),
         ([torch.device("cuda", 2), "cuda:0"], [2, 0]),
@@ -66,21 +55,29 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("four_gpus")
-def test_devices_of_cuda(devices: Any, indices: list[int]) -> None:
+def test_cuda_devices_by_count_index_and_name(devices: Any, indices: list[int]) -> None:
     expected = [torch.device("cuda", index) for index in indices]
     for accelerator in ("auto", "gpu", "cuda", CUDAAccelerator()):
         assert select.select_devices(accelerator, devices) == expected
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_the_cpu_where_there_are_gpus() -> None:
+def test_the_cpu_may_be_chosen_where_there_are_gpus() -> None:
     assert select.select_devices("cpu", "auto") == [CPU]
     assert select.select_devices("auto", ["cpu"]) == [CPU]
 
 
-def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch finds an MPS device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    # The state of its generators cannot be read here.
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.zeros(1, dtype=torch.uint8))
+
+
+@pytest.mark.usefixtures("mps")
+def test_the_mps_device() -> None:
     for accelerator in ("auto", "gpu", "mps", MPSAccelerator()):
         assert select.select_devices(accelerator, "auto") == [torch.device("mps", 0)]
     assert select.select_devices("auto", ["mps"]) == [torch.device("mps", 0)]
@@ -103,18 +100,14 @@ def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_mps_cannot_do(options: dict[str, Any], parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    # The state of its generators cannot be read here.
-    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.zeros(1, dtype=torch.uint8))
+@pytest.mark.usefixtures("mps")
+def test_what_the_mps_device_cannot_do_is_refused(options: dict[str, Any], parts: list[str]) -> None:
     run = {"accelerator": "auto", **options}
     refuses(lambda: trainer(**run).fit(Small(), loader()), *parts)
 
 
-def test_processes_do_not_share_the_mps_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+@pytest.mark.usefixtures("mps")
+def test_processes_do_not_share_the_mps_device() -> None:
     rank = find_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     refuses(lambda: select.select_devices("auto", "auto", rank), "2 processes", "1 MPS device", "accelerator='cpu'")
     assert select.select_devices("cpu", "auto", rank) == [CPU, CPU]
@@ -132,5 +125,5 @@ def test_a_trainer_tells_its_devices() -> None:
 @pytest.mark.parametrize(
     ("kind", "accelerator"), [("cpu", CPUAccelerator), ("cuda", CUDAAccelerator), ("mps", MPSAccelerator)]
 )
-def test_accelerator_of(kind: str, accelerator: type) -> None:
+def test_the_accelerator_of_a_device_is_lightnings(kind: str, accelerator: type) -> None:
     assert type(select.accelerator_of(torch.device(kind))) is accelerator

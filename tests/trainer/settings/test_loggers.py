@@ -12,7 +12,7 @@ from equipoise.trainer.settings.loggers import _report_missing_tensorboard, sele
 from tests.support.trainer_runs import refuses
 
 
-def test_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_by_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def loggers(logger: Any, dummy: bool = False) -> list[Any]:
         return select_loggers(logger, str(tmp_path), dummy=dummy)
 
@@ -58,7 +58,7 @@ class Service(WandbLogger):
         pass
 
 
-def test_files_of_a_service_stay_here() -> None:
+def test_a_service_cannot_write_to_an_address() -> None:
     """Its package would make a folder "memory:" here."""
     refuses(lambda: Trainer(logger=Service()), "Service writes to this machine alone, and not to 'memory://run'")
     assert Trainer(logger=CSVLogger("memory://run"), accelerator="cpu").loggers[0].save_dir == "memory://run"

@@ -37,7 +37,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("flags")
-def test_flags(deterministic: Any, benchmark: Any, expected: tuple[bool, bool, bool]) -> None:
+def test_torchs_flags_are_set(deterministic: Any, benchmark: Any, expected: tuple[bool, bool, bool]) -> None:
     set_torch_flags(deterministic, benchmark)
     enabled = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     assert (*enabled, torch.backends.cudnn.benchmark) == expected
@@ -45,7 +45,7 @@ def test_flags(deterministic: Any, benchmark: Any, expected: tuple[bool, bool, b
 
 
 @pytest.mark.usefixtures("flags")
-def test_a_workspace_that_was_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cublas_workspace_that_was_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     trainer(deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -14,9 +14,8 @@ from equipoise import (
     PipelineStrategy,
     SingleDeviceStrategy,
     Strategy,
-    Trainer,
 )
-from tests.support.trainer_runs import Small, loader, refuses
+from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 CPU = torch.device("cpu")
 CARDS = [torch.device("cuda", index) for index in range(4)]
@@ -38,9 +37,9 @@ def started(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, here: int) ->
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(-(-size // here)))
 
 
-def plain(**options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(max_epochs=1, enable_model_summary=False, **quiet, **options)
+def plain(**options: Any) -> Any:
+    """A trainer that chooses its accelerator itself."""
+    return trainer(accelerator="auto", **options)
 
 
 # On one machine
@@ -68,7 +67,7 @@ def test_each_strategy_takes_its_own_of_all_gpus() -> None:
 
 
 def test_a_plain_trainer_on_a_cpu() -> None:
-    run = plain(accelerator="cpu")
+    run = trainer()
     assert type(run.connected_strategy) is SingleDeviceStrategy
     assert (run.connected_strategy.devices, run.world_size) == ((CPU,), 1)
 
@@ -86,7 +85,7 @@ def test_a_strategy_of_the_users_own() -> None:
         name = "own"
 
     own = Own()
-    run = plain(accelerator="cpu", strategy=own, devices=2)
+    run = trainer(strategy=own, devices=2)
     assert run.connected_strategy is own
     assert own.devices == (CPU, CPU)
     run.fit(Small(), loader())
@@ -99,7 +98,7 @@ def test_a_strategy_of_the_users_own() -> None:
 def test_a_plain_trainer_joins_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=5, size=8, here=4)
     for options in ({}, {"strategy": "ddp"}, {"devices": 4}, {"num_nodes": 2}, {"devices": 4, "num_nodes": 2}):
-        run = plain(accelerator="cpu", **options)
+        run = trainer(**options)
         assert type(run.connected_strategy) is DDPStrategy
         assert (run.global_rank, run.local_rank, run.node_rank, run.world_size) == (5, 1, 1, 8)
         assert (run.num_nodes, run.num_devices) == (2, 4)
@@ -134,26 +133,26 @@ def test_one_process_of_torchrun_has_one_device(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_copies_that_mpirun_would_train(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_copies_of_mpirun_without_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "4")
     processes = PipelineStrategy(engine="processes")
     for strategy in ("auto", "single_device", "ddp", DDPStrategy(), "balanced", processes):
         devices = 2 if strategy in ("balanced", processes) else 1
         telling = ("one of 4", "torchrun", "RANK, WORLD_SIZE and LOCAL_RANK", "MASTER_PORT", "independent=True")
-        refuses(lambda s=strategy, d=devices: plain(accelerator="cpu", strategy=s, devices=["cpu"] * d), *telling)
-    assert plain(accelerator="cpu", strategy=SingleDeviceStrategy(independent=True)).world_size == 1
+        refuses(lambda s=strategy, d=devices: trainer(strategy=s, devices=["cpu"] * d), *telling)
+    assert trainer(strategy=SingleDeviceStrategy(independent=True)).world_size == 1
     started(monkeypatch, rank=1, size=4, here=4)
-    assert plain(accelerator="cpu").world_size == 4
+    assert trainer().world_size == 4
     monkeypatch.undo()
     monkeypatch.setenv(name, "1")
-    assert plain(accelerator="cpu").world_size == 1
+    assert trainer().world_size == 1
 
 
 def test_machines_with_unequal_numbers_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=3, size=5, here=3)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    run = plain(accelerator="cpu")
+    run = trainer()
     assert (run.world_size, run.num_nodes, run.local_rank) == (5, 2, 0)
 
 
@@ -161,7 +160,7 @@ def test_the_number_of_machines_follows_a_restart(monkeypatch: pytest.MonkeyPatc
     """As under `torchrun --nnodes=1:2`."""
     for machines in (2, 1, 2):
         started(monkeypatch, rank=0, size=machines, here=1)
-        assert plain(accelerator="cpu", strategy="ddp").world_size == machines
+        assert trainer(strategy="ddp").world_size == machines
 
 
 @pytest.mark.usefixtures("gpus")
@@ -184,28 +183,30 @@ def test_measured_shares_where_a_process_knows_all_devices(monkeypatch: pytest.M
     + [{"strategy": "single_device", "devices": 1}, {"strategy": SingleDeviceStrategy()}, {"strategy": Strategy()}],
     ids=["single_device", "dp", "balanced", "pipeline", "one device", "an object", "an object of one's own"],
 )
-def test_copies_are_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_strategies_of_one_process_are_refused_among_others(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     started(monkeypatch, rank=1, size=2, here=2)
     found = "this is one of 2: the environment says RANK=1 and WORLD_SIZE=2"
-    refuses(lambda: plain(accelerator="cpu", **options), "in one process", found, "strategy='ddp'", "independent=True")
+    refuses(lambda: trainer(**options), "in one process", found, "strategy='ddp'", "independent=True")
 
 
-def test_copies_are_refused_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_of_one_process_are_refused_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"PROCID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "7", "STEP_ID": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    refuses(lambda: plain(accelerator="cpu", strategy="dp"), "Slurm says SLURM_PROCID=1 and SLURM_NTASKS=2")
-    assert plain(accelerator="cpu").world_size == 2
+    refuses(lambda: trainer(strategy="dp"), "Slurm says SLURM_PROCID=1 and SLURM_NTASKS=2")
+    assert trainer().world_size == 2
 
 
 def test_a_pipeline_of_processes_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=1, size=2, here=2)
-    run = plain(accelerator="cpu", strategy=PipelineStrategy(engine="processes"))
+    run = trainer(strategy=PipelineStrategy(engine="processes"))
     assert run.global_rank == 1
 
 
 @pytest.mark.usefixtures("gpus")
-def test_independent_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_independent_trainings_take_the_device_of_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=6, size=8, here=4)
     for devices in ("auto", 4):
         run = plain(strategy=SingleDeviceStrategy(independent=True), devices=devices)
@@ -214,16 +215,16 @@ def test_independent_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(lambda: SingleDeviceStrategy(independent="yes"), "independent must be True or False, not 'yes'")
 
 
-def test_counts_that_contradict_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_that_contradict_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=1, size=4, here=2)
-    refuses(lambda: plain(accelerator="cpu", devices=1), "4 processes, but 1 devices on each of 2", "Leave out devices")
-    refuses(lambda: plain(accelerator="cpu", devices=2, num_nodes=1), "4 processes, but 2 devices on each of 1")
+    refuses(lambda: trainer(devices=1), "4 processes, but 1 devices on each of 2", "Leave out devices")
+    refuses(lambda: trainer(devices=2, num_nodes=1), "4 processes, but 2 devices on each of 1")
 
 
 @pytest.mark.usefixtures("gpus")
-def test_inside_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_asked_for_the_device_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's ranks are not in the order of the GPUs, so it is asked for the device of this worker."""
     started(monkeypatch, rank=0, size=2, here=2)
     monkeypatch.setitem(sys.modules, "ray.train.torch", SimpleNamespace(get_devices=lambda: [CARDS[3]]))
     assert plain().connected_strategy.devices == (CARDS[3],)
-    assert plain(accelerator="cpu").connected_strategy.devices == (CPU,)
+    assert trainer().connected_strategy.devices == (CPU,)

@@ -22,19 +22,19 @@ class OfTests(BatchSizeFinder):
 
 
 @pytest.mark.parametrize("finder", [Milestones, OfTests])
-def test_a_derived_finder(finder: type[Callback]) -> None:
+def test_a_derived_finder_is_refused(finder: type[Callback]) -> None:
     base = finder.__mro__[1].__name__
     refuses(lambda: trainer(callbacks=[finder()]), finder.__name__, "is derived from", f"pass a {base} itself")
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
-def test_a_finder_that_was_added_later(entry: str) -> None:
+def test_a_derived_finder_that_was_added_later_is_refused(entry: str) -> None:
     run = trainer()
     run.callbacks.append(OfTests())
     refuses(lambda: getattr(run, entry)(Small(), loader()), "OfTests", "is derived from")
 
 
-def test_the_trainer_can_go_on_to_be_used() -> None:
+def test_a_trainer_that_refused_a_finder_can_fit() -> None:
     run = trainer()
     run.callbacks.append(Milestones())
     refuses(lambda: run.fit(Small(), loader()), "Milestones")
@@ -43,13 +43,13 @@ def test_the_trainer_can_go_on_to_be_used() -> None:
 
 
 @pytest.mark.parametrize("finder", [BatchSizeFinder, LearningRateFinder])
-def test_a_finder_of_the_module(finder: type[Callback]) -> None:
+def test_a_finder_of_configure_callbacks_is_refused(finder: type[Callback]) -> None:
     module = type("Module", (Small,), {"configure_callbacks": lambda self: finder()})()
     refuses_fit(module, "configure_callbacks", finder.__name__, "Trainer(callbacks=...)")
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
-def test_a_search_for_an_evaluation(method: str) -> None:
+def test_a_search_for_an_evaluation_is_refused(method: str) -> None:
     module = Small()
     module.batch_size = 2
     refuses(

@@ -45,7 +45,7 @@ def test_lightning_has_these_names() -> None:
     assert {*FSDP} <= {*StrategyRegistry.available_strategies()}
 
 
-def test_names_of_fsdp() -> None:
+def test_lightnings_names_of_fsdp_are_fsdp() -> None:
     assert lightning_strategy("fsdp") is None
     assert lightning_strategy("fsdp_cpu_offload") == ("fsdp", {"cpu_offload": True})
     assert type(trainer(strategy="fsdp", devices=2).connected_strategy) is FSDPStrategy
@@ -53,7 +53,7 @@ def test_names_of_fsdp() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_name_has_another_way(name: str) -> None:
+def test_every_other_name_of_lightning_is_refused_with_another_way(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"strategy='{name}' is not .* 'auto'|pipeline.*activation_check"):
         trainer(strategy=name)
 
@@ -64,7 +64,7 @@ def test_other_names_are_unknown(name: str) -> None:
     refuses(lambda: trainer(strategy=name), "strategy must be one of", f"not {name!r}")
 
 
-def test_objects_of_lightning_without_a_counterpart() -> None:
+def test_strategy_objects_of_lightning_are_refused_with_ours() -> None:
     class OfALibrary(lightning_strategies.DDPStrategy):
         """As some libraries have them."""
 
@@ -84,7 +84,7 @@ def test_objects_of_lightning_without_a_counterpart() -> None:
 
 
 @pytest.mark.parametrize("name", ["RayDDPStrategy", "RayFSDPStrategy", "RayStrategy", "RayShardedStrategy"])
-def test_strategies_of_ray(name: str) -> None:
+def test_strategies_of_ray_are_refused(name: str) -> None:
     """Those of Ray Train, and of the older Ray Lightning; tests under Ray take the real ones."""
     base = lightning_strategies.FSDPStrategy if "FSDP" in name else lightning_strategies.DDPStrategy
     strategy = type(name, (base,), {})()
