@@ -2,15 +2,12 @@
 
 import doctest
 import importlib
-import inspect
-import pkgutil
 
 import pytest
 
-import equipoise
+from tests.support.sources import FILES, module_name
 
-NAMES = sorted(info.name for info in pkgutil.walk_packages(equipoise.__path__, "equipoise."))
-MODULES = [name for name in NAMES if ">>> " in inspect.getsource(importlib.import_module(name))]
+MODULES = [module_name(path) for path in FILES if ">>> " in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.filterwarnings("ignore")

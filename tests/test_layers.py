@@ -1,16 +1,16 @@
 """The floors of the package: who imports whom, in one direction, without circles, and how large folders are."""
 
-import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.support.sources import FILES, PACKAGE, module_name, nodes_of, relative
+from tests.support.imports import imports
+from tests.support.sources import FILES, PACKAGE, module_name, relative
 
 # The floors, from the ground up. A module imports what stands on lower lines, and what its own line names.
 FLOORS = [
@@ -98,15 +98,6 @@ def extension_of(path: Path) -> str | None:
     return parts[1] if parts[0] == "extensions" and len(parts) > 2 else None
 
 
-def nodes_for_typing(nodes: Iterable[ast.AST]) -> set[int]:
-    """Return the identities of all nodes below `if TYPE_CHECKING`."""
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            found |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
-    return found
-
-
 @cache
 def imported_files(path: Path, *, typing: bool) -> set[Path]:
     """Return the files of ours that a file imports.
@@ -115,27 +106,9 @@ def imported_files(path: Path, *, typing: bool) -> set[Path]:
         path: The file.
         typing: Whether imports for type checkers count. Default: they do not.
     """
-    return set(find_imported_files(path, typing=typing))
-
-
-def find_imported_files(path: Path, *, typing: bool) -> Iterator[Path]:
-    nodes = nodes_of(path)
-    passed_over = set() if typing else nodes_for_typing(nodes)
-    for node in nodes:
-        if id(node) in passed_over:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
-            names = [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
-        elif isinstance(node, ast.ImportFrom):
-            names = [
-                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else str(node.module)
-                for alias in node.names
-            ]
-        else:
-            continue
-        yield from (MODULES[name] for name in names if name in MODULES)
+    found = ((module, f"{module}.{name}") for module, name, _ in imports(path, typing=typing))
+    files = (MODULES.get(whole) or MODULES.get(module) for module, whole in found)
+    return {file for file in files if file is not None}
 
 
 def arrows(*, typing: bool) -> dict[Path, set[Path]]:
@@ -174,31 +147,6 @@ def test_circles_are_found() -> None:
     assert circles({"a": ["b"], "b": ["c"], "c": []}) == []
     assert circles({"a": ["b"], "b": ["a", "c"], "c": ["d"], "d": ["c"]}) == [["a", "b"], ["c", "d"]]
     assert circles({"a": ["a"]}) == [["a"]]
-
-
-def test_every_form_of_import_is_seen(tmp_path: Path) -> None:
-    """A check that sees nothing would let everything pass."""
-    source = (
-        "from typing import TYPE_CHECKING\nimport equipoise.trainer.lifecycle\n"
-        "from equipoise.memory import devices\nfrom equipoise import Trainer\n"
-        "def late():\n    from equipoise.callbacks.callback import Callback\n"
-        "    import_module('equipoise.app.compose')\n"
-        "if TYPE_CHECKING:\n    from equipoise.parallel.batches.shares import even_sizes\n"
-    )
-    path = tmp_path / "sample.py"
-    path.write_text(source)
-    at_run_time = {
-        "trainer/lifecycle.py",
-        "memory/devices.py",
-        "__init__.py",
-        "callbacks/callback.py",
-        "app/compose.py",
-    }
-    assert {relative(target) for target in imported_files(path, typing=False)} == at_run_time
-    assert {relative(target) for target in imported_files(path, typing=True)} == {
-        *at_run_time,
-        "parallel/batches/shares.py",
-    }
 
 
 @pytest.mark.whole_package

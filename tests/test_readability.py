@@ -135,13 +135,12 @@ for _path in FILES:
     FOLDERS.setdefault(_path.parent.relative_to(PACKAGE).as_posix(), []).append(_path)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_can_be_read(folder: str) -> None:
-    counts = counted_together(FOLDERS[folder])
-    if counts.lines < FEWEST_LINES:
-        return
-    beyond = counts.beyond(COMMENTS_OF_A_FOLDER)
-    assert not beyond, f"{folder}: " + "; ".join(beyond)
+def test_each_folder_can_be_read() -> None:
+    counts = {folder: counted_together(paths) for folder, paths in FOLDERS.items()}
+    beyond = {
+        folder: each.beyond(COMMENTS_OF_A_FOLDER) for folder, each in counts.items() if each.lines >= FEWEST_LINES
+    }
+    assert not {folder: marks for folder, marks in beyond.items() if marks}
 
 
 def test_the_package_can_be_read() -> None:
