@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as PlainPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -38,7 +39,7 @@ TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.
     + [(None, "32-true"), (32, "32-true"), ("32", "32-true"), (16, "16-mixed"), ("16", "16-mixed")]
     + [("bf16", "bf16-mixed"), (64, "64-true"), ("64", "64-true")],
 )
-def test_every_name_and_short_form(value: Any, name: str) -> None:
+def test_precisions_by_name_and_short_form(value: Any, name: str) -> None:
     assert make_precision(value, "cpu").name == name
 
 
@@ -56,7 +57,7 @@ def test_every_name_and_short_form(value: Any, name: str) -> None:
         (8, None),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(value: Any, nearest: str | None) -> None:
+def test_an_unknown_precision_is_refused_with_the_nearest(value: Any, nearest: str | None) -> None:
     with pytest.raises(ConfigurationError) as error:
         make_precision(value, "cpu")
     message = str(error.value)
@@ -82,26 +83,7 @@ def test_autocast_is_that_of_mps(name: str, dtype: torch.dtype) -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
-# The same results as Lightning
-
-
-def fit_lightning(module: L.LightningModule, precision: str, batches: list[Any]) -> L.Trainer:
-    run = trainer(L.Trainer, precision=precision)
-    run.fit(module, DataLoader(batches, batch_size=None))
-    return run
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("name", SHARED)
-def test_training_equals_lightning_to_the_bit(name: str, optimizer: str) -> None:
-    theirs = make_module(optimizer)
-    run = fit_lightning(theirs, name, make_batches())
-    precision = make_precision(name, "cpu")
-    ours = fit(make_module(optimizer), precision, make_batches())
-    assert_equal(theirs.losses, ours.losses)
-    assert_equal(theirs, ours)
-    assert precision.checkpoint_key == type(run.precision_plugin).__qualname__
-    assert torch.get_default_dtype() == torch.float32
+# As in Lightning; `tests/parity` trains in each precision
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -123,15 +105,25 @@ def test_configure_model_equals_lightning_to_the_bit(name: str) -> None:
     with make_precision(name, "cpu").init_context():
         ours.configure_model()
     torch.manual_seed(1)
-    fit_lightning(theirs, name, [torch.ones(2, 3)])
+    trainer(L.Trainer, precision=name).fit(theirs, DataLoader([torch.ones(2, 3)], batch_size=None))
     assert_equal(theirs, ours)
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize("name", ["16-mixed", "16-true-norm32"])
-def test_names_of_checkpoint_entries_that_lightning_does_not_run_on_a_cpu(name: str) -> None:
-    plugin = MixedPrecision("16-mixed", "cpu") if name == "16-mixed" else HalfPrecision("16-true")
-    assert make_precision(name, "cpu").checkpoint_key == type(plugin).__qualname__
+PLUGINS: dict[str, Any] = {
+    "32-true": PlainPrecision(),
+    "16-mixed": MixedPrecision("16-mixed", "cpu"),
+    "bf16-mixed": MixedPrecision("bf16-mixed", "cpu"),
+    "16-true": HalfPrecision("16-true"),
+    "16-true-norm32": HalfPrecision("16-true"),
+    "bf16-true": HalfPrecision("bf16-true"),
+    "64-true": DoublePrecision(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_entries_of_checkpoints_have_the_names_of_lightnings_plugins(name: str) -> None:
+    assert make_precision(name, "cpu").checkpoint_key == type(PLUGINS[name]).__qualname__
 
 
 def nested_batch() -> list[Any]:
@@ -145,8 +137,7 @@ def nested_batch() -> list[Any]:
 
 @pytest.mark.parametrize("name", TRUE)
 def test_input_is_converted_as_lightning_converts_it(name: str) -> None:
-    plugin = DoublePrecision() if name == "64-true" else HalfPrecision(name)
-    assert_equal(plugin.convert_input(nested_batch()), make_precision(name, "cpu").convert_input(nested_batch()))
+    assert_equal(PLUGINS[name].convert_input(nested_batch()), make_precision(name, "cpu").convert_input(nested_batch()))
 
 
 @pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-mixed"])
@@ -159,41 +150,13 @@ def test_input_and_module_stay_as_they_are(name: str) -> None:
         assert (precision.forward_context, precision.scaler) == (None, None)
 
 
-# Mixed precision with a scaler, on a CPU
+# Mixed precision with a scaler; `tests/trainer/test_precision.py` trains with it
 
 
-def test_half_precision_on_a_cpu_equals_a_loop_by_hand() -> None:
-    theirs = make_module("adam")
-    stepper, scaler = theirs.configure_optimizers(), torch.amp.GradScaler("cpu")
-    for index, batch in enumerate(make_batches()):
-        with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-            loss = theirs.training_step(batch, index)
-        stepper.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(stepper)
-        scaler.update()
+def test_the_state_of_the_scaler_goes_to_lightning_and_comes_back() -> None:
     precision = make_precision("16-mixed", "cpu")
-    ours = fit(make_module("adam"), precision, make_batches())
-    assert_equal(theirs.losses, ours.losses)
-    assert_equal(theirs, ours)
-    assert precision.state_dict() == scaler.state_dict()
-    # Float16 was really computed in: its results differ from those of float32.
-    single = fit(make_module("adam"), make_precision(32, "cpu"), make_batches())
-    assert not torch.equal(ours.head[1].weight, single.head[1].weight)
-
-
-def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
-    precision, module = make_precision("16-mixed", "cpu"), make_module()
     images, labels = make_batches(1)[0]
-    scale = precision.scaler.get_scale()
-    before = copy.deepcopy(dict(module.named_parameters()))
-    fit(module, precision, [(images * 1e30, labels)])
-    assert precision.scaler.get_scale() == scale / 2
-    assert_equal(before, dict(module.named_parameters()))
-    fit(module, precision, [(images, labels)])
-    assert precision.scaler.get_scale() == scale / 2
-    assert not torch.equal(module.head[1].weight, before["head.1.weight"])
-    # Its state goes to Lightning and comes back.
+    fit(make_module(), precision, [(images * 1e30, labels), (images, labels)])  # a scale and a count of their own
     theirs, back = MixedPrecision("16-mixed", "cpu"), make_precision("16-mixed", "cpu")
     theirs.load_state_dict(precision.state_dict())
     assert back.state_dict() != precision.state_dict()
@@ -444,7 +407,7 @@ class Normalise(nn.Module):
         return x / 2
 
 
-def test_what_is_a_norm_and_what_is_not() -> None:
+def test_which_modules_are_norms() -> None:
     module = nn.ModuleDict(
         {
             "block": NormBlock(),
@@ -461,7 +424,7 @@ def test_what_is_a_norm_and_what_is_not() -> None:
         assert child(torch.randn(3, 4).half()).dtype == torch.float16, name
 
 
-def test_a_norm_in_two_places_is_held_once() -> None:
+def test_a_norm_in_two_places_of_a_module_computes_once_in_float32() -> None:
     norm = nn.LayerNorm(4)
     module = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Sequential(norm))
     make_precision("16-true-norm32", "cpu").convert_module(module)
@@ -479,7 +442,7 @@ class NormHead(L.LightningModule):
         self.weight = nn.Parameter(torch.ones(4))
 
 
-def test_the_module_itself_is_no_norm_by_its_name() -> None:
+def test_the_users_whole_module_is_no_norm_by_its_name() -> None:
     module = NormHead()
     make_precision("16-true-norm32", "cpu").convert_module(module)
     assert module.weight.dtype == torch.float16
@@ -520,7 +483,7 @@ def normed() -> nn.Sequential:
     return module
 
 
-def test_converting_again_changes_nothing() -> None:
+def test_converting_a_module_again_changes_nothing() -> None:
     module, twice = normed(), normed()
     make_precision("16-true-norm32", "cpu").convert_module(twice)
     x = torch.randn(3, 4).half()
@@ -543,7 +506,7 @@ def saved(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
-def test_a_copy_computes_the_same_and_is_independent(duplicate: Any) -> None:
+def test_a_copy_of_a_converted_module_is_independent(duplicate: Any) -> None:
     module = normed()
     x = torch.randn(3, 4).half()
     y = module(x)
@@ -589,7 +552,7 @@ def test_the_users_hooks_see_what_the_next_layer_sees() -> None:
     assert seen == [torch.float16, torch.float16]
 
 
-def test_a_transformer_layer_in_evaluation() -> None:
+def test_norms_of_a_transformer_layer_compute_in_float32_in_evaluation() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)

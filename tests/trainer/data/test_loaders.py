@@ -1,18 +1,13 @@
-"""Loaders: where they come from, how many batches they give, who draws which random numbers."""
+"""The loaders of a stage: how many batches each process has, copies of loaders, who draws which random numbers."""
 
-import itertools
-import math
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -20,7 +15,6 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     TensorDataset,
 )
 
@@ -28,155 +22,13 @@ from equipoise import ConfigurationError, Strategy, Trainer
 from equipoise.interop.lightning import loaders as lightning_loaders
 from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.communication.processes import Processes
-from equipoise.strategies.distributed.epoch_length import Extent, certainty_of, length_of
+from equipoise.strategies.distributed.epoch_length import Extent
 from equipoise.trainer.data import loader_state, loaders
-from equipoise.trainer.data.batch_stream import BatchStream
 from tests.support.equality import assert_equal
-from tests.support.trainer_runs import Small, Stream, Validated, loader, trainer, with_step
+from tests.support.trainer_runs import Small, Validated, loader, trainer, with_step
+from tests.trainer.data.few_batches import Counted, loaders_of, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:`overfit_batches` needs the same batches")
-
-
-class Unsized:
-    """Numbers, and nobody knows how many; it says when it was asked for one."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.asked = count, 0
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(self.count):
-            self.asked = number + 1
-            yield number
-
-
-# One pass
-
-
-def stream_of(source: Any, limit: float = math.inf) -> BatchStream:
-    length = length_of(source)
-    promised = math.inf if length is None else min(length, limit)
-    return BatchStream(source, Extent(promised, limit, certainty_of(source)))
-
-
-@given(count=st.integers(1, 8), limit=st.one_of(st.integers(1, 10), st.just(math.inf)), sized=st.booleans())
-def test_a_stream_knows_its_last_batch_when_it_hands_it_out(count: int, limit: float, sized: bool) -> None:
-    stream = stream_of(list(range(count)) if sized else Unsized(count), limit)
-    seen, last = [], []
-    for index, batch in enumerate(stream):
-        seen.append(batch)
-        last.append(index + 1 == stream.length)
-    total = int(min(count, limit))
-    assert seen == list(range(total))
-    assert last == [False] * (total - 1) + [True]
-
-
-def test_a_loader_without_length_is_read_one_batch_ahead() -> None:
-    source = Unsized(4)
-    stream = stream_of(source)
-    assert source.asked == 0
-    stream.start()
-    assert source.asked == 1
-    asked = [(batch, source.asked) for batch in stream]
-    assert asked == [(0, 2), (1, 3), (2, 4), (3, 4)]
-
-
-def test_a_limit_is_not_read_beyond() -> None:
-    for source in (Unsized(5), Unsized(3)):
-        assert list(stream_of(source, 3)) == [0, 1, 2]
-        assert source.asked == 3
-
-
-class Counted(Dataset[int]):
-    """Tells which samples were read."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.read = count, []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        self.read.append(index)
-        return index
-
-
-KINDS: dict[str, Callable[[int], Any]] = {
-    "in order": lambda count: DataLoader(Counted(count), batch_size=2),
-    "shuffled": lambda count: DataLoader(Counted(count), batch_size=2, shuffle=True),
-    "with a generator": lambda count: DataLoader(
-        Counted(count), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
-    ),
-    "with a batch sampler": lambda count: DataLoader(
-        Counted(count), batch_sampler=BatchSampler(RandomSampler(range(count)), 2, drop_last=False)
-    ),
-    "samples": lambda count: DataLoader(Counted(count), batch_size=None, shuffle=True),
-    "a stream": lambda count: DataLoader(Stream(count), batch_size=2),
-    "a list": lambda count: list(range(count)),
-    "unsized": lambda count: Unsized(count),
-}
-
-
-def numbers(batches: Any) -> list[Any]:
-    return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in batches]
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("kind", KINDS)
-@given(count=st.integers(2, 9), seed=st.integers(0, 2**31), share=st.floats(0, 1))
-def test_a_pass_over_a_loader_goes_on_exactly_where_it_was(kind: str, count: int, seed: int, share: float) -> None:
-    """The rest of the batches, and all the random numbers that are drawn after them."""
-    torch.manual_seed(seed)
-    state = torch.get_rng_state()
-    whole = numbers(stream_of(KINDS[kind](count)))
-    after = torch.get_rng_state()
-    seen = int(share * len(whole))
-    torch.set_rng_state(state)
-    stream = stream_of(source := KINDS[kind](count))
-    stream.resume(seen)
-    assert numbers(stream) == whole[seen:]
-    assert torch.equal(torch.get_rng_state(), after)
-    if getattr(source, "batch_sampler", None) is not None and isinstance(source.dataset, Counted):
-        assert len(source.dataset.read) == sum(
-            len(np.atleast_1d(batch)) for batch in whole[seen:]
-        )  # nothing for nothing
-
-
-@pytest.mark.parametrize(
-    ("loader", "length"),
-    [([1, 2], 2), (DataLoader([1, 2, 3], batch_size=2), 2), (DataLoader(Stream(3)), None), (iter(()), None)],
-)
-def test_the_length_of_a_loader_is_known_where_it_has_one(loader: Any, length: int | None) -> None:
-    assert length_of(loader) == length
-
-
-class Promising(Sampler[int]):
-    """Draws six samples, and promises another number, or none."""
-
-    def __init__(self, promised: int | None) -> None:
-        self.promised = promised
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
-
-    def __len__(self) -> int:
-        if self.promised is None:
-            raise TypeError
-        return self.promised
-
-
-@pytest.mark.parametrize("promised", [None, 3, 6, 8])
-def test_a_batch_that_was_read_ahead_is_read_once(promised: int | None) -> None:
-    # Beyond its length a loader is not read.
-    read = min(6, promised or 6)
-    for seen in range(1, read):
-        source = DataLoader(range(6), batch_size=1, sampler=Promising(promised))  # type: ignore[arg-type]
-        stream = stream_of(source)
-        begun = iter(stream)
-        for _ in range(seen):
-            next(begun)
-        resumed = stream_of(source)
-        resumed.resume(seen, ahead=stream.ahead)
-        assert [int(batch) for batch in resumed] == list(range(seen, read)), seen
 
 
 # The loaders of a stage
@@ -237,11 +89,6 @@ def test_one_of_several_loaders_may_not_be_empty_in_one_process() -> None:
     assert loaders_of_rank(CombinedLoader(given, "max_size"), [Extent(2), Extent(3)]).extent.num_batches == 4
 
 
-def loaders_of(given: Any, limit: float = 1.0, stage: str = "train", overfit: bool = False) -> loaders.Loaders:
-    source = loaders.Source(stage, given, Small())
-    return loaders.Loaders(source, given, limit=limit, overfit=overfit, strategy=Strategy())
-
-
 @pytest.mark.parametrize(("limit", "batches"), [(1.0, 10), (0.25, 2), (1, 1), (3, 3), (99, 10), (0.999, 9)])
 def test_limits_of_batches_are_lightnings(limit: float, batches: int) -> None:
     """A fraction is rounded down, as in Lightning."""
@@ -255,100 +102,6 @@ def test_limits_of_batches_are_lightnings(limit: float, batches: int) -> None:
 def test_an_evaluation_that_shuffles_is_noticed(stage: str) -> None:
     with pytest.warns(UserWarning, match=f"The {stage} loader shuffles"):
         loaders_of(loader(shuffle=True), stage=stage)
-
-
-# Overfitting
-
-
-@pytest.mark.parametrize("overfit", [2, 0.5])
-def test_overfitting_reads_the_same_batches_in_every_epoch(overfit: float) -> None:
-    seen: dict[str, list[Any]] = {"training": [], "validation": []}
-
-    class Module(Validated):
-        def loss(self, batch: Any) -> Any:
-            seen["training" if self.training else "validation"].append(batch[0][:, 0].tolist())
-            return super().loss(batch)
-
-    run = trainer(overfit_batches=overfit, max_epochs=3, num_sanity_val_steps=0)
-    run.fit(Module(), loader(4, shuffle=True), loader(4))
-    assert seen == {"training": [[0, 1], [2, 3]] * 3, "validation": [[0, 1], [2, 3]] * 3}
-
-
-class Shuffling(Sampler[list[int]]):
-    """Batches without end, in another order in each pass."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            yield torch.randint(8, (2,)).tolist()
-
-
-class Ordered(Sampler[list[int]]):
-    """Batches in an order of the epoch, or of a generator of its own."""
-
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.generator, self.epoch = generator, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[list[int]]:
-        generator = self.generator or torch.Generator().manual_seed(self.epoch)
-        yield from torch.randperm(8, generator=generator).view(4, 2).tolist()
-
-
-# Resumed runs have generators of their own.
-SEEDS = itertools.count()
-BATCH_SAMPLERS: dict[str, Callable[[Any], Any]] = {
-    "of torch": lambda data: BatchSampler(RandomSampler(data), 2, drop_last=False),
-    "of the user": lambda data: Shuffling(),
-    "by epoch": lambda data: Ordered(),
-    "by its generator": lambda data: Ordered(torch.Generator().manual_seed(next(SEEDS))),
-}
-
-
-@pytest.mark.parametrize("kind", BATCH_SAMPLERS)
-def test_overfitting_repeats_what_a_batch_sampler_draws_first(kind: str, tmp_path: Path) -> None:
-    def fit(epochs: int, ckpt_path: Path | None = None) -> list[Any]:
-        seen: list[Any] = []
-        data = TensorDataset(torch.arange(16.0).view(8, 2))
-        module = with_step(lambda module, batch: seen.append(batch[0].tolist()) or module.loss(batch))
-        run = trainer(overfit_batches=3, max_epochs=epochs)
-        run.fit(module, DataLoader(data, batch_sampler=BATCH_SAMPLERS[kind](data)), ckpt_path=ckpt_path)
-        run.save_checkpoint(tmp_path / "x.ckpt")
-        return seen
-
-    seen = fit(3)
-    assert seen == seen[:3] * 3
-    assert fit(4, tmp_path / "x.ckpt") == seen[:3]
-
-
-def test_overfitting_calls_the_optional_methods_of_a_batch_sampler() -> None:
-    checked = []
-
-    class Checking(Ordered):
-        def check_dataset(self, dataset: Any) -> None:
-            checked.append(dataset)
-
-        def planned_batches(self) -> list[Any]:
-            return [([0, 1], None)]
-
-    data = TensorDataset(torch.arange(8.0))
-    read: Any = loaders_of(DataLoader(data, batch_sampler=Checking()), 2, overfit=True).flat[0].batch_sampler
-    assert checked == [data]
-    assert read.planned_batches() == [([0, 1], None)]
-    read = loaders_of(DataLoader(data, batch_sampler=Ordered()), 2, overfit=True).flat[0].batch_sampler
-    assert not hasattr(read, "planned_batches")
-
-
-def test_overfitting_warns_that_it_does_not_shuffle() -> None:
-    with pytest.warns(UserWarning, match="shuffling of the train loader is turned off"):
-        chosen = loaders_of(loader(shuffle=True), 2, overfit=True)
-    assert isinstance(chosen.flat[0].sampler, SequentialSampler)
-    stream = DataLoader(Stream(4))
-    assert loaders_of(stream, 2, overfit=True).flat[0] is stream
 
 
 # Copies of loaders
