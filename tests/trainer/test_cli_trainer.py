@@ -3,35 +3,21 @@
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import CLITrainer, Trainer
+from tests.support.trainer_runs import Data, Small
 
 
-class Module(L.LightningModule):
+class Module(Small):
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
         self.lr = lr
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), self.lr)
 
 
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
-
-
-def test_it_stands_for_our_trainer() -> None:
+def test_the_cli_trainer_stands_for_our_trainer() -> None:
     assert issubclass(CLITrainer, L.Trainer)
     assert inspect.signature(CLITrainer.__init__) == inspect.signature(Trainer.__init__)
     run = CLITrainer(accelerator="cpu", max_epochs=3, logger=False)
@@ -41,7 +27,7 @@ def test_it_stands_for_our_trainer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of jsonargparse, about how Lightning calls it
-def test_lightnings_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightnings_command_line_trains_with_our_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
     from lightning.pytorch.cli import LightningCLI
 

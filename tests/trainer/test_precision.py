@@ -3,31 +3,32 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.support.equality import assert_equal
+from tests.support.networks.normalised import Classifier, make_batches
 from tests.support.trainer_runs import trainer
 
 
-class Net(L.LightningModule):
-    """A small network with a normalisation layer; its weights are the same in each."""
+class Net(Classifier):
+    """Notes the dtypes of its input and output; its weights are the same in each."""
 
     def __init__(self, automatic: bool = True) -> None:
+        torch.manual_seed(3)
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         self.automatic_optimization = automatic
         self.dtypes: set[torch.dtype] = set()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        features, labels = batch
-        logits = self.net(features)
-        self.dtypes |= {features.dtype, logits.dtype}
-        loss = nn.functional.cross_entropy(logits.float(), labels)
+    def forward(self, images: Tensor) -> Tensor:
+        logits = super().forward(images)
+        self.dtypes |= {images.dtype, logits.dtype}
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
         if self.automatic_optimization:
             return loss
         optimizer = self.optimizers()
@@ -37,18 +38,7 @@ class Net(L.LightningModule):
         return None
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """Batches of eight."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(count)
-    ]
+        return self(batch[0])
 
 
 def fit(module: Net, data: list[Any], ckpt_path: Path | None = None, **options: Any) -> Any:
@@ -60,10 +50,10 @@ def fit(module: Net, data: list[Any], ckpt_path: Path | None = None, **options: 
 def by_hand(module: Net, data: list[Any]) -> torch.amp.GradScaler:
     """float16 autocast and a scaler, as torch's documentation writes them."""
     optimizer, scaler = module.configure_optimizers(), torch.amp.GradScaler("cpu")
-    for features, labels in data:
+    for batch in data:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-            loss = nn.functional.cross_entropy(module.net(features).float(), labels)
+            loss = module.training_step(batch, 0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -74,25 +64,25 @@ def by_hand(module: Net, data: list[Any]) -> torch.amp.GradScaler:
 def test_scaled_float16_equals_a_loop_by_hand(automatic: bool) -> None:
     """16-mixed on the CPU is real float16 with a real scaler, to the bit what one writes by hand."""
     module, expected = Net(automatic), Net()
-    run = fit(module, batches(), precision="16-mixed", max_epochs=2)
-    scaler = by_hand(expected, batches() * 2)
+    run = fit(module, make_batches(), precision="16-mixed", max_epochs=2)
+    scaler = by_hand(expected, make_batches() * 2)
     assert_equal(expected, module)
     assert run.scaler.state_dict() == scaler.state_dict()
     assert torch.float16 in module.dtypes
-    assert run.global_step == 8
+    assert run.global_step == 6
 
 
 @pytest.mark.filterwarnings("ignore:The loss is nan")
 def test_an_overflow_is_skipped_and_its_scale_is_resumed(tmp_path: Path) -> None:
     """Gradients that are not finite change nothing, halve the scale, and the run continues, as does a resumed one."""
     module, expected, resumed = Net(), Net(), Net()
-    data = batches(3)
+    data = make_batches()
     data[1] = (data[1][0] * 1e6, data[1][1])
     run = fit(module, data, precision="16-mixed")
     by_hand(expected, data)
     assert run.scaler.get_scale() == 2.0**15
     assert_equal(dict(expected.named_parameters()), dict(module.named_parameters()))
-    assert torch.isfinite(module.net[0].weight).all()
+    assert torch.isfinite(module.features[0].weight).all()
     run.save_checkpoint(tmp_path / "one.ckpt")
     again = fit(resumed, data, tmp_path / "one.ckpt", max_epochs=2, precision="16-mixed")
     assert again.scaler.get_scale() == 2.0**14
@@ -114,13 +104,13 @@ def test_dtypes_of_weights_norms_and_input(
 ) -> None:
     """Floating-point values are converted, others are not; training, validation and prediction run in it."""
     module = Net()
-    run = fit(module, batches(), precision=precision)
-    assert (module.net[0].weight.dtype, module.net[1].weight.dtype) == (weights, norm)
-    assert module.net[1].running_mean.dtype is norm
+    run = fit(module, make_batches(), precision=precision)
+    assert (module.features[0].weight.dtype, module.features[1].weight.dtype) == (weights, norm)
+    assert module.features[1].running_mean.dtype is norm
     assert features in module.dtypes
-    assert not torch.equal(module.net[0].weight.float(), Net().net[0].weight)
+    assert not torch.equal(module.features[0].weight.float(), Net().features[0].weight)
     assert run.precision == precision
-    (prediction,) = run.predict(module, DataLoader(batches(1), batch_size=None))
+    (prediction,) = run.predict(module, DataLoader(make_batches(1), batch_size=None))
     assert prediction.isfinite().all()
 
 
@@ -133,6 +123,6 @@ def test_clipping_sees_unscaled_gradients() -> None:
             norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters()])))
 
     module = Watching()
-    fit(module, batches(1), precision="16-mixed", gradient_clip_val=1e-3)
+    fit(module, make_batches(1), precision="16-mixed", gradient_clip_val=1e-3)
     assert 0.01 < norms[0] < 100  # a scaled one would be 65536 times as large
-    assert (module.net[3].weight - Net().net[3].weight).abs().max() <= 0.05 * 1e-3
+    assert (module.head[1].weight - Net().head[1].weight).abs().max() <= 0.1 * 1e-3

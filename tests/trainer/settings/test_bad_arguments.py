@@ -99,6 +99,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"logger": ["csv"]}, ["CSVLogger('logs')", "not 'csv'"]),
     ({"logger": 3}, ["True, False", "not 3"]),
     ({"callbacks": 3}, ["a list of them", "3 of type int"]),
+    ({"callbacks": ["early_stopping"]}, ["'early_stopping' of type str"]),
     ({"callbacks": "early_stopping"}, ["'early_stopping' of type str"]),
     ({"callbacks": [EarlyStopping]}, ["the class EarlyStopping", "EarlyStopping(...)"]),
     ({"plugins": [3]}, ["CheckpointIO", "int"]),
