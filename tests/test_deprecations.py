@@ -10,7 +10,7 @@ from tests.support.sources import FILES
 
 
 @pytest.mark.whole_package
-def test_what_is_due_has_been_removed() -> None:
+def test_deprecated_names_that_are_due_have_been_removed() -> None:
     announced = [
         (path.name, version)
         for path in FILES

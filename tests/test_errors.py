@@ -36,7 +36,7 @@ def test_pythons_exception_class_catches_it(kind: type[Exception], standard: typ
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, WorkerError])
-def test_other_errors_are_no_wrong_input(kind: type[Exception]) -> None:
+def test_other_errors_are_no_misconfiguration(kind: type[Exception]) -> None:
     assert not isinstance(kind("lost"), MisconfigurationException)
 
 
@@ -58,6 +58,6 @@ class TwoArguments(ConfigurationError):
         self.value = value
 
 
-def test_a_subclass_with_arguments_of_its_own() -> None:
+def test_a_subclass_of_an_error_may_have_other_arguments() -> None:
     with pytest.raises(MisconfigurationException, match="at most 2: 3"):
         raise TwoArguments("at most 2", value=3)

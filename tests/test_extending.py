@@ -99,5 +99,5 @@ def test_a_callback_that_stops_on_a_plateau_goes_on_from_a_checkpoint(tmp_path: 
 
 
 @pytest.mark.parametrize("source", [STRATEGY, CALLBACK], ids=["strategy", "callback"])
-def test_each_is_a_file_of_under_100_lines(source: str) -> None:
+def test_examples_of_the_documentation_have_under_100_lines(source: str) -> None:
     assert len(source.splitlines()) < 100

@@ -50,5 +50,5 @@ def test_a_fit_on_one_device_loads_a_part_of_the_core(loaded: str) -> None:
     assert lines <= MOST_LINES, loaded
 
 
-def test_it_loads_no_extension(loaded: str) -> None:
+def test_a_fit_on_one_device_loads_no_extension(loaded: str) -> None:
     assert loaded.endswith("extensions: []"), loaded

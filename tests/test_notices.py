@@ -50,7 +50,7 @@ trainer().fit(Validated(), loader())  # here
 
 
 @pytest.mark.slow
-def test_a_script_sees_its_own_line(tmp_path: Path):
+def test_a_printed_warning_shows_the_line_of_the_script(tmp_path: Path):
     """The warning as it is printed: file, line and source are the script's."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -74,7 +74,7 @@ def test_float64_is_refused_where_the_device_has_none() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
-def test_autocast_is_that_of_mps(name: str, dtype: torch.dtype) -> None:
+def test_mixed_precision_uses_autocast_of_mps(name: str, dtype: torch.dtype) -> None:
     precision = make_precision(name, "mps")
     assert (precision.scaler is None) is (name == "bf16-mixed")
     assert precision.autocast == ("mps", dtype)
@@ -521,7 +521,7 @@ def test_a_copy_of_a_converted_module_is_independent(duplicate: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_precision_undoes_the_hooks(name: str) -> None:
+def test_converting_to_another_precision_removes_the_hooks_of_norms(name: str) -> None:
     """Hooks add no key to the state, and the module converted to float32 computes in it."""
     plain, module = without_hooks(normed().state_dict()), normed().float()
     assert list(plain.state_dict()) == list(module.state_dict())

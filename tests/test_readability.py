@@ -162,7 +162,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     assert not questions, "\n".join(questions)
 
 
-def test_what_is_counted() -> None:
+def test_marks_of_readability_are_counted() -> None:
     source = (
         '"""Module."""\n# a reason\n\ndef f(given, x):\n    """Whether it is."""\n'
         "    a, b = 1, 2  # not a line of its own\n    x.y = a if b else 0\n    return given\n"

@@ -34,7 +34,7 @@ def test_only_copies_to_a_cuda_device_are_asynchronous(destination: str, asynchr
     assert tensor.copies == [(torch.device(destination), asynchronous)]
 
 
-def test_a_tensor_that_is_there_is_not_copied() -> None:
+def test_a_tensor_on_its_device_is_not_copied() -> None:
     tensor = torch.ones(2)
     assert to_device(tensor, torch.device("cpu")) is tensor
 

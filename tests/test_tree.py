@@ -32,7 +32,7 @@ class Rows(list[Any]):
     """A list of a class of its own."""
 
 
-def test_entries_come_in_order() -> None:
+def test_entries_of_a_nested_batch_come_in_order() -> None:
     a, b, c, d, e = (torch.zeros(1) for _ in range(5))
     batch = [a, {"x": Pair(b, "text"), "y": UserDict(z=(c,))}, Sample(d), None, 3, e]
     assert [id(t) for _, t in entries_of(batch)] == [id(t) for t in (a, b, c, d, e)]

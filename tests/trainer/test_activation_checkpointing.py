@@ -93,7 +93,7 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_weights_are_the_same_to_the_bit(name: str) -> None:
+def test_weights_with_checkpointed_activations_are_the_same_to_the_bit(name: str) -> None:
     """Dropout included: both runs draw the same random numbers."""
     strategy, devices = STRATEGIES[name]
     plain = fit(None, (lambda: _in_turn(strategy)) if "gpipe" in name else strategy, devices)

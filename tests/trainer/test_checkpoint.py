@@ -338,7 +338,7 @@ def test_a_checkpoint_of_a_run_that_fails_before_it_begins(tmp_path: Path, hook:
 # Strictness
 
 
-def test_strict_loading_is_the_modules_choice(tmp_path: Path) -> None:
+def test_strict_loading_of_weights_is_the_modules_choice(tmp_path: Path) -> None:
     path = saved(Small(), tmp_path)
     module = Small()
     module.extra = torch.nn.Linear(1, 1)

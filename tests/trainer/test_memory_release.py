@@ -314,7 +314,7 @@ def test_trainer_and_module_go_after_an_error() -> None:
     assert [thing() for thing in held] == [None, None]
 
 
-def test_a_second_run_lets_go_of_the_first() -> None:
+def test_a_second_run_releases_the_module_of_the_first() -> None:
     """One trainer for many modules, in a search for hyperparameters, say."""
     run, held = trainer(max_epochs=0), []
     for _ in range(3):

@@ -90,7 +90,7 @@ def test_hooks_that_nobody_overrides_are_not_timed(tmp_path: Path) -> None:
     assert not [action for action in ours if "[Callback]" in action or "train_batch" in action]
 
 
-def test_steps_of_copies_are_not_timed(tmp_path: Path) -> None:
+def test_steps_of_replicas_are_not_timed(tmp_path: Path) -> None:
     """They run in other threads, and a profiler works in one only."""
     profiler = SimpleProfiler(dirpath=tmp_path, filename="report")
     trainer(profiler=profiler, strategy="dp", devices=2).fit(Small(), loader())
@@ -111,7 +111,7 @@ def test_a_profiler_reports_each_kind_of_run(cls: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("simple", SimpleProfiler), ("Advanced", AdvancedProfiler)])
-def test_profilers_by_name(name: str, kind: type, caplog: pytest.LogCaptureFixture) -> None:
+def test_profilers_by_name_log_their_report(name: str, kind: type, caplog: pytest.LogCaptureFixture) -> None:
     """They log their reports where nobody names a folder."""
     assert type(trainer(profiler="pytorch").profiler) is PyTorchProfiler
     run = trainer(profiler=name)

@@ -82,7 +82,7 @@ def test_weights_of_compiled_parts_are_read_by_either_name(
     assert_equal(list(same.state_dict().values()), list(resumed.state_dict().values()))
 
 
-def test_names_that_differ_otherwise_are_kept() -> None:
+def test_names_that_differ_by_more_than_compilation_are_kept() -> None:
     state = {"a._orig_mod.w": 1, "b": 2, "a.w": 3}
     assert with_present_names(state, ["a.w", "c"]) is state
     assert with_present_names({"a._orig_mod.w": 1, "b": 2}, ["a.w"]) == {"a.w": 1, "b": 2}

@@ -62,7 +62,7 @@ def test_a_loader_without_length_is_read_one_batch_ahead() -> None:
     assert asked == [(0, 2), (1, 3), (2, 4), (3, 4)]
 
 
-def test_a_limit_is_not_read_beyond() -> None:
+def test_no_batch_beyond_a_limit_is_read() -> None:
     for source in (Unsized(5), Unsized(3)):
         assert list(stream_of(source, 3)) == [0, 1, 2]
         assert source.asked == 3

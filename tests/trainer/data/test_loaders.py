@@ -72,7 +72,7 @@ def test_a_process_may_have_no_batch_where_another_has(stage: str, rank: int) ->
         loaders_of_rank(NO_SAMPLES, [Extent(0)], rank, stage=stage)
 
 
-def test_a_limit_may_leave_a_process_nothing() -> None:
+def test_a_fraction_of_batches_may_leave_a_process_none() -> None:
     assert loaders_of_rank(loader(1), [Extent(10, 5)], limit=0.5).extent.num_batches == 0
     with pytest.raises(ConfigurationError, match=r"limit_train_batches=0.5 of the 1 batches .* at least .*=1, or"):
         loaders_of_rank(loader(1), [Extent(1, 0)], limit=0.5)

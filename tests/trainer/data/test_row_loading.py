@@ -207,7 +207,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_no_sample_is_read_by_itself(name: str, reads: Reads) -> None:
+def test_rows_of_a_batch_are_taken_at_once(name: str, reads: Reads) -> None:
     data = DATASETS[name]()
     numbers = random.Random(3).choices(range(len(data)), k=240)
     actual = list(open_loader(DataLoader(data, 120, sampler=numbers)))
@@ -217,7 +217,7 @@ def test_no_sample_is_read_by_itself(name: str, reads: Reads) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_other_datasets_have_no_rows(name: str) -> None:
+def test_datasets_whose_rows_cannot_be_taken_at_once(name: str) -> None:
     assert sample_size(OTHERS[name]()) is None
 
 
@@ -235,7 +235,7 @@ def test_joined_datasets_need_several_samples_of_each(reads: Reads) -> None:
     assert (reads.at_once, reads.by_sample) == (1, 1)
 
 
-def test_rows_are_copies() -> None:
+def test_batches_share_no_memory_with_the_dataset() -> None:
     data = dataset()
     take(data, [1, 2])[0].zero_()
     assert data.tensors[0][1].abs().sum() > 0
@@ -246,7 +246,7 @@ def test_small_batches_are_read_sample_by_sample(reads: Reads) -> None:
     assert (reads.at_once, reads.by_sample) == (0, 9)
 
 
-def test_a_few_failures_end_the_attempts(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_tried_again_after_a_few_failures(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
 
     def fail(dataset: Any, indices: Any) -> Any:
@@ -296,7 +296,7 @@ def test_an_extended_collate_function_is_called(reads: Reads, monkeypatch: pytes
     assert (reads.at_once, reads.by_sample) == (0, 0)
 
 
-def test_seeded_workers_are_no_obstacle(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_taken_at_once_with_seeded_workers(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     loader = DataLoader(dataset(), 4, drop_last=True)
     seed_workers(loader, 0)
@@ -323,7 +323,7 @@ class ReadsItsLoader:
         return 1
 
 
-def test_the_loader_itself_stays_as_it_is(reads: Reads) -> None:
+def test_a_batch_sampler_sees_the_unchanged_loader(reads: Reads) -> None:
     sampler = ReadsItsLoader()
     sampler.loader = DataLoader(dataset(), batch_sampler=sampler)  # type: ignore[arg-type]
     (batch,) = open_loader(sampler.loader)
@@ -332,7 +332,7 @@ def test_the_loader_itself_stays_as_it_is(reads: Reads) -> None:
 
 
 @pytest.mark.parametrize("indices", [[0, 1, 2, SIZE], [0, 1, 2, -SIZE - 1], [0, 1, 2, "0"], []], ids=str)
-def test_errors_are_those_of_the_samples(indices: list[Any]) -> None:
+def test_errors_of_wrong_indices_are_those_of_the_samples(indices: list[Any]) -> None:
     with pytest.raises(Exception) as expected:  # noqa: PT011 - the same, whichever it is
         list(DataLoader(dataset(), batch_sampler=[indices]))
     with pytest.raises(type(expected.value)) as actual:

@@ -149,7 +149,7 @@ def not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("not_waited_for")
-def test_a_device_that_is_not_waited_for() -> None:
+def test_a_loss_on_a_device_is_looked_at_without_waiting() -> None:
     """Without a GPU only the choice of the moment can be tested: the loss of each second batch is looked at."""
     (report,) = reports(Poisoned("loss"), log_every_n_steps=2)
     assert report.startswith(
@@ -196,7 +196,7 @@ class Skips(Poisoned):
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "dp"])
-def test_a_step_that_always_returns_none(strategy: str) -> None:
+def test_a_step_that_always_returns_none_is_reported(strategy: str) -> None:
     devices = ["cpu"] * (2 if strategy == "dp" else 1)
     (report,) = reports(Skips(0, 1, 2, 3), strategy=strategy, devices=devices)
     assert report.startswith("`training_step` returned None for every batch so far, so nothing was trained.")
@@ -216,7 +216,7 @@ def test_a_step_that_returns_none_in_a_long_epoch() -> None:
 
 
 @pytest.mark.parametrize(("skipped", "window"), [((1, 2, 3), 1), ((0, 2), 2), ((), 1), ((0,), 1), ((0, 1), 2)])
-def test_steps_that_return_none_now_and_then(skipped: tuple[int, ...], window: int) -> None:
+def test_steps_that_return_none_now_and_then_are_not_reported(skipped: tuple[int, ...], window: int) -> None:
     assert not reports(Skips(*skipped), accumulate_grad_batches=window)
 
 

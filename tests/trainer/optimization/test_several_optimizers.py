@@ -115,7 +115,7 @@ def test_two_optimizers_equal_a_loop_by_hand(kinds: str) -> None:
     assert_equal(by_hand(Net(kinds)), module)
 
 
-def test_gradients_are_clipped_by_value() -> None:
+def test_gradients_of_two_optimizers_are_clipped_by_value() -> None:
     module = Net()
     fit(module, gradient_clip_algorithm="value")
     expected = by_hand(Net(), nn.utils.clip_grad_value_)
@@ -359,7 +359,7 @@ def test_hooks_of_each_optimizer_run_with_its_steps() -> None:
     assert seen == ["Muon", "AdamW"] * trainer.global_step
 
 
-def test_learning_rates_are_logged(tmp_path: Path) -> None:
+def test_learning_rates_of_two_optimizers_are_logged(tmp_path: Path) -> None:
     trainer = fit(Net(), logger=CSVLogger(tmp_path), log_every_n_steps=1, callbacks=[LearningRateMonitor("step")])
     assert {"lr-Muon", "lr-AdamW"} <= set(trainer.callback_metrics)
 
@@ -399,7 +399,7 @@ def resumed(path: Path, batch: int, kinds: str, **options: Any) -> tuple[Net, di
 
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("batch", [6, 7], ids=["in a window", "between windows"])
-def test_a_killed_run_goes_on(batch: int, kinds: str, tmp_path: Path) -> None:
+def test_a_killed_run_of_two_optimizers_is_resumed_exactly(batch: int, kinds: str, tmp_path: Path) -> None:
     module, checkpoint = resumed(tmp_path / "x.ckpt", batch, kinds)
     assert torch.equal(weights(module), weights(by_hand(Net(kinds))))
     assert [len(state["state"]) for state in checkpoint["optimizer_states"]] == [3, 3]
@@ -408,7 +408,7 @@ def test_a_killed_run_goes_on(batch: int, kinds: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "pipeline in processes"])
-def test_a_killed_run_goes_on_under_each_strategy(name: str, tmp_path: Path) -> None:
+def test_a_killed_run_of_two_optimizers_is_resumed_under_each_strategy(name: str, tmp_path: Path) -> None:
     module, checkpoint = resumed(tmp_path / "x.ckpt", 6, "Muon and AdamW", **STRATEGIES[name])
     assert_equal(by_hand(Net()), module, 1e-12)
     assert [len(state["state"]) for state in checkpoint["optimizer_states"]] == [3, 3]

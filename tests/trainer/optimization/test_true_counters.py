@@ -125,7 +125,7 @@ class Watching(Validated):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_value_that_is_validated_rarely_is_awaited(every: int) -> None:
+def test_a_plateau_waits_for_a_value_that_is_validated_rarely(every: int) -> None:
     run = trainer(max_epochs=6, check_val_every_n_epoch=every, num_sanity_val_steps=0)
     run.fit(Watching("value"), loader(2), loader(1))
     validations = 6 // every
@@ -133,14 +133,14 @@ def test_a_value_that_is_validated_rarely_is_awaited(every: int) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_steps_wait_for_the_first_value_alone(strict: bool) -> None:
+def test_a_plateau_of_steps_waits_for_the_first_value_alone(strict: bool) -> None:
     run = trainer(max_epochs=2, num_sanity_val_steps=0)
     run.fit(Watching("value", interval="step", frequency=2, strict=strict), loader(4), loader(1))
     # Nothing before the first validation, the best value behind it, and two steps of the second epoch with that one.
     assert run.optimizers[0].param_groups[0]["lr"] == 1e-3 * 0.25
 
 
-def test_a_value_that_no_validation_logs_is_an_error_after_the_first() -> None:
+def test_a_plateau_of_a_value_that_no_validation_logs_is_an_error() -> None:
     run = trainer(max_epochs=6, check_val_every_n_epoch=2, num_sanity_val_steps=0)
     with pytest.raises(
         ConfigurationError, match="monitors 'valeu', but no such value was logged; did you mean 'value'"

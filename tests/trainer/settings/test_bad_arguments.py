@@ -229,7 +229,7 @@ BESIDE_BAREBONES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "value"), BESIDE_BAREBONES.items())
-def test_barebones_contradicts(name: str, value: Any) -> None:
+def test_barebones_contradicts_other_arguments(name: str, value: Any) -> None:
     refuses(lambda: Trainer(barebones=True, **{name: value}), "barebones=True", f"{name}=", "Leave one")
 
 
@@ -261,7 +261,7 @@ def test_a_checkpoint_outside_of_its_folder_is_refused(filename: str, tmp_path: 
     )
 
 
-def test_a_checkpoint_in_a_folder_of_its_own(tmp_path: Any) -> None:
+def test_a_checkpoint_may_have_dots_and_folders_in_its_name(tmp_path: Any) -> None:
     """Dots in a name, and folders of a metric's name, stay inside."""
     callback = ModelCheckpoint(tmp_path, filename="{epoch}..{val/loss:.2f}")
     trainer(callbacks=[callback], enable_checkpointing=True).fit(Small(), loader())

@@ -49,7 +49,7 @@ def test_one_callback_or_several() -> None:
         assert chosen(callbacks) == [callback]
 
 
-def test_checkpoints_come_last() -> None:
+def test_checkpoint_callbacks_come_last() -> None:
     """They save what the others left."""
     callbacks = [ModelCheckpoint("a"), EarlyStopping("x"), OnExceptionCheckpoint("b"), LearningRateMonitor()]
     assert chosen(callbacks, enable_checkpointing=True) == [callbacks[1], callbacks[3], callbacks[0], callbacks[2]]

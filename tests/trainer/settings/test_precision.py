@@ -51,7 +51,7 @@ def test_a_cublas_workspace_that_was_set_is_kept(monkeypatch: pytest.MonkeyPatch
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-def test_checkpoint_plugins() -> None:
+def test_a_checkpoint_io_among_the_plugins_is_found() -> None:
     plugin = AsyncCheckpointIO()
     for plugins in (plugin, [plugin], (plugin,)):
         assert select_plugins(plugins).checkpoint_io is plugin
@@ -62,7 +62,7 @@ def test_checkpoint_plugins() -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
 @pytest.mark.parametrize("empty", [False, True])
-def test_modules_are_made_where_they_will_be(precision: str, empty: bool) -> None:
+def test_init_module_makes_modules_in_the_dtype_and_on_the_device_of_the_run(precision: str, empty: bool) -> None:
     state = torch.get_rng_state()
     with trainer(precision=precision).init_module(empty_init=empty):
         layer = torch.nn.Linear(2, 2)

@@ -80,7 +80,7 @@ def test_several_gpus_where_no_process_can_be_started(monkeypatch: pytest.Monkey
         assert type(plain(devices=list(range(3 - count, 3))).connected_strategy) is kind
 
 
-def test_a_strategy_of_the_users_own() -> None:
+def test_a_strategy_of_the_users_own_is_taken() -> None:
     class Own(Strategy):
         name = "own"
 
@@ -95,7 +95,7 @@ def test_a_strategy_of_the_users_own() -> None:
 # Among other processes
 
 
-def test_a_plain_trainer_joins_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_trainer_joins_the_processes_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=5, size=8, here=4)
     for options in ({}, {"strategy": "ddp"}, {"devices": 4}, {"num_nodes": 2}, {"devices": 4, "num_nodes": 2}):
         run = trainer(**options)
@@ -199,7 +199,7 @@ def test_strategies_of_one_process_are_refused_under_slurm(monkeypatch: pytest.M
     assert trainer().world_size == 2
 
 
-def test_a_pipeline_of_processes_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_of_processes_joins_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, rank=1, size=2, here=2)
     run = trainer(strategy=PipelineStrategy(engine="processes"))
     assert run.global_rank == 1

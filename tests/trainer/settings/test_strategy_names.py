@@ -34,11 +34,11 @@ def test_every_name_of_ddp_is_ddp(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["DDP", "Ddp_Spawn", "DDP_find_unused_parameters_FALSE"])
-def test_capitals_make_no_difference(name: str) -> None:
+def test_names_of_strategies_in_capitals(name: str) -> None:
     assert type(trainer(strategy=name, devices=2).connected_strategy) is DDPStrategy
 
 
-def test_lightning_has_these_names() -> None:
+def test_lightning_still_has_these_strategy_names() -> None:
     assert {"ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true"} <= {*DDP}
     assert {"ddp_notebook_find_unused_parameters_false", "ddp_spawn_find_unused_parameters_true"} <= {*DDP}
     assert {"deepspeed", "deepspeed_stage_3_offload", "single_xla"} <= {*OTHERS}
@@ -59,7 +59,7 @@ def test_every_other_name_of_lightning_is_refused_with_another_way(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["dpp", "ddp_", "ddp_spawn_fork", "ddp_find_unused_parameters", "fsdpp"])
-def test_other_names_are_unknown(name: str) -> None:
+def test_unknown_names_of_strategies_are_refused(name: str) -> None:
     assert lightning_strategy(name) is None
     refuses(lambda: trainer(strategy=name), "strategy must be one of", f"not {name!r}")
 

@@ -24,7 +24,7 @@ def test_every_field_of_the_state_can_be_read_from_the_trainer() -> None:
         assert name in COMPUTED or value is getattr(run.run_state, name), name
 
 
-def test_a_name_has_the_type_of_its_field() -> None:
+def test_attributes_of_the_trainer_have_the_types_of_the_state() -> None:
     hints = get_type_hints(RunState)
     for name in hints.keys() & vars(StateFields).keys() - {"loggers"}:
         assert get_args(vars(StateFields)[name].__orig_class__) == (hints[name],), name

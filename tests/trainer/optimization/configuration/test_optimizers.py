@@ -92,7 +92,7 @@ def test_forms_of_configure_optimizers_mean_what_they_mean_to_lightning(automati
     assert seen[0] == seen[1]
 
 
-def test_the_objects_are_the_users_own() -> None:
+def test_parsed_optimisers_and_schedulers_are_the_users_objects() -> None:
     module = Small()
     optimizer, scheduler = both(module)
     optimizers, configs = parse_optimizers(([optimizer], [scheduler]), module)

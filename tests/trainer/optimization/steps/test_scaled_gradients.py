@@ -87,7 +87,7 @@ CASES = pairwise(RIGHT, [torch.optim.SGD, fused], [1, 2])
 
 
 @pytest.mark.parametrize(("step", "make", "processes"), CASES)
-def test_each_gradient_has_its_own_size(step: Any, make: Any, processes: int) -> None:
+def test_scaled_and_plain_gradients_are_unscaled_each_by_its_own(step: Any, make: Any, processes: int) -> None:
     module = type(step.__name__, (Two,), {"gradients": step})(make)
     strategy = "single_device" if processes == 1 else DDPStrategy()
     run = trainer(precision="16-mixed", strategy=strategy, devices=processes, max_epochs=1)
