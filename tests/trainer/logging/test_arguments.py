@@ -14,9 +14,8 @@ CHOICES = [*itertools.product([None, False, True], repeat=2)]
 
 
 @pytest.mark.skipif(LIGHTNINGS is None, reason="this version of Lightning has no table")
-@pytest.mark.parametrize("hook", getattr(LIGHTNINGS, "functions", ()))
-def test_values_of_steps_and_epochs_in_each_hook_are_lightnings(hook: str) -> None:
-    for on_step, on_epoch in CHOICES:
+def test_values_of_steps_and_epochs_in_each_hook_are_lightnings() -> None:
+    for hook, (on_step, on_epoch) in itertools.product(LIGHTNINGS.functions, CHOICES):
         options = LogOptions(on_step=on_step, on_epoch=on_epoch)
         try:
             expected = LIGHTNINGS.check_logging_and_get_default_levels(hook, on_step, on_epoch)
@@ -27,7 +26,7 @@ def test_values_of_steps_and_epochs_in_each_hook_are_lightnings(hook: str) -> No
                 complete_options(hook, "loss", options)
             continue
         completed = complete_options(hook, "loss", options)
-        assert (completed.on_step, completed.on_epoch) == expected
+        assert (completed.on_step, completed.on_epoch) == expected, hook
 
 
 def test_a_hook_that_cannot_log_is_refused() -> None:
