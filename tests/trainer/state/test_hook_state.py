@@ -11,34 +11,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.support.trainer_runs import Small, Stream, trainer
-from tests.trainer.loops.test_resumption import SaveEverywhere
-
-ROWS = torch.arange(8.0).view(4, 2)
-
-
-class Saves(SaveEverywhere):
-    """Saves after the second batch of the run, as the last callback."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, ("on_train_batch_end",))
-
-
-class Recording(Small):
-    seen: list[Any] = []
-
-
-def resumed(make: Any, folder: Path, *callbacks: Any, batch: int = 3) -> Any:
-    """Trains, and continues after a batch with new objects; returns the module of the second run."""
-    trainer(max_epochs=2, callbacks=[*callbacks, Saves(folder)]).fit(make(), DataLoader(ROWS, batch_size=2))
-    module = make()
-    path = folder / f"on_train_batch_end-{batch:02d}.ckpt"
-    trainer(max_epochs=2, callbacks=list(callbacks)).fit(module, DataLoader(ROWS, batch_size=2), ckpt_path=path)
-    return module
+from tests.support.equality import assert_equal
+from tests.support.resumption import assert_resumes
+from tests.support.trainer_runs import Small, Stream, loader, trainer
+from tests.trainer.state.resumed import fit, resumed
 
 
 def test_what_a_program_loads_itself_is_its_own(tmp_path: Path) -> None:
-    class Module(Recording):
+    class Module(Small):
         level = 1
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -51,7 +31,7 @@ def test_what_a_program_loads_itself_is_its_own(tmp_path: Path) -> None:
 
 
 def test_what_the_start_sets_is_of_the_present_process(tmp_path: Path) -> None:
-    class Module(Recording):
+    class Module(Small):
         runs = 0
 
         def on_train_start(self) -> None:
@@ -62,7 +42,7 @@ def test_what_the_start_sets_is_of_the_present_process(tmp_path: Path) -> None:
 
 
 def test_a_container_in_a_dictionary_stays_the_one_that_an_attribute_names(tmp_path: Path) -> None:
-    class Module(Recording):
+    class Module(Small):
         def __init__(self) -> None:
             super().__init__()
             self.indices: list[int] = []
@@ -77,7 +57,7 @@ def test_a_container_in_a_dictionary_stays_the_one_that_an_attribute_names(tmp_p
 
 
 def test_views_of_weights_are_no_values(tmp_path: Path) -> None:
-    class Module(Recording):
+    class Module(Small):
         def __init__(self) -> None:
             torch.manual_seed(0)
             super().__init__()
@@ -93,17 +73,14 @@ def test_views_of_weights_are_no_values(tmp_path: Path) -> None:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.level = self.layer.weight.data.clone() * 3
 
-    undisturbed = Module()
-    trainer(max_epochs=2).fit(undisturbed, DataLoader(ROWS, batch_size=2))
-    module = resumed(Module, tmp_path)
+    undisturbed, module = fit(Module()), resumed(Module, tmp_path)
     weight = module.layer.weight
-    assert torch.equal(weight, undisturbed.layer.weight)
-    assert torch.equal(module.level, undisturbed.level)
+    assert_equal((undisturbed, undisturbed.level), (module, module.level))
     assert module.views[0].data_ptr() == module.later[0].data_ptr() == weight.data_ptr()
 
 
 def test_two_names_of_a_value_remain_names_of_one(tmp_path: Path) -> None:
-    class Module(Recording):
+    class Module(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if not self.global_step:
                 self.rows: list[int] = []
@@ -127,11 +104,11 @@ def test_objects_of_one_class_have_states_of_their_own(tmp_path: Path) -> None:
         read = 0
 
         def __len__(self) -> int:
-            return len(ROWS)
+            return 4
 
         def __getitem__(self, index: int) -> Tensor:
             self.read += 1
-            return ROWS[index]
+            return torch.full((2,), float(index))
 
     class Both:
         """Batches of two loaders in turn."""
@@ -145,19 +122,21 @@ def test_objects_of_one_class_have_states_of_their_own(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return chain(*self.datasets)
 
-    def ends(path: Path | None = None) -> list[int]:
-        data, callbacks = Both(), [Counts(1), Counts(10)]
-        trainer(max_epochs=2, callbacks=[*callbacks, Saves(tmp_path)]).fit(Recording(), data, ckpt_path=path)
-        return [each.total for each in callbacks] + [each.dataset.read for each in data.datasets]
+    def run(callbacks: list[Any], path: Path | None) -> list[int]:
+        data, counts = Both(), [Counts(1), Counts(10)]
+        trainer(max_epochs=2, callbacks=[*counts, *callbacks]).fit(Small(), data, ckpt_path=path)
+        ends = [each.total for each in counts] + [each.dataset.read for each in data.datasets]
+        assert ends == [10, 100, 8, 8]
+        return ends
 
-    assert ends() == ends(tmp_path / "on_train_batch_end-07.ckpt") == [10, 100, 8, 8]
+    assert_resumes(run, tmp_path, ["on_train_batch_end"], calls=[7])
 
 
 def test_objects_that_lack_are_named(tmp_path: Path) -> None:
     class Meter:
         total = 0
 
-    class Module(Recording):
+    class Module(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_step == 0:
                 self.meter = Meter()
@@ -172,7 +151,7 @@ def test_a_hook_that_is_called_again_leaves_optimisers_and_buffers(tmp_path: Pat
     class Meter:
         pass
 
-    class Module(Recording):
+    class Module(Small):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("count", torch.zeros(()))
@@ -200,7 +179,7 @@ def test_sparse_tensors(tmp_path: Path) -> None:
     def entry(place: int) -> Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[place], [0]]), torch.ones(1), (100_000, 100_000))
 
-    class Module(Recording):
+    class Module(Small):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("graph", entry(0), persistent=False)
@@ -216,13 +195,12 @@ def test_sparse_tensors(tmp_path: Path) -> None:
 
 
 def test_large_data_are_no_state(tmp_path: Path) -> None:
-    class Module(Recording):
+    class Module(Small):
         def on_train_epoch_start(self) -> None:
             self.trainer.train_dataloader.dataset.more = torch.zeros(1 << 20)
 
-    data = Stream(4)
-    run = trainer(max_epochs=1)
-    run.fit(Module(), DataLoader(data, batch_size=2))
+    run = trainer()
+    run.fit(Module(), loader())
     run.save_checkpoint(tmp_path / "x.ckpt")
     assert (tmp_path / "x.ckpt").stat().st_size < 1 << 20
 
@@ -235,9 +213,9 @@ def test_persistent_workers_that_learn_no_epoch_are_named() -> None:
         def set_epoch(self, epoch: int) -> None:
             self.epochs.append(epoch)
 
-    loader = DataLoader(ByEpoch(4), batch_size=2, num_workers=1, persistent_workers=True)
+    data = DataLoader(ByEpoch(4), batch_size=2, num_workers=1, persistent_workers=True)
     with pytest.warns(UserWarning, match="does not reach the workers") as warned:
-        trainer(max_epochs=3).fit(Small(), loader)
+        trainer(max_epochs=3).fit(Small(), data)
     assert len([each for each in warned if "does not reach" in str(each.message)]) == 1
     assert ByEpoch.epochs == [0, 1, 2]
 
@@ -248,14 +226,16 @@ def test_persistent_workers_that_learn_no_epoch_are_named() -> None:
 def test_a_hook_of_the_module_follows_the_checkpoint_before_it(saves_at: dict[str, Any], tmp_path: Path) -> None:
     """Its arguments, modes, random numbers and logged values are those of the undisturbed run."""
 
-    class Module(Recording):
+    class Module(Small):
         def __init__(self) -> None:
             super().__init__()
             self.calls: list[Any] = []
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.calls.append([outputs["loss"].item(), batch.tolist(), batch_idx, self.training, torch.rand(1).item()])
-            self.log("sum", batch.sum(), on_epoch=True, on_step=False)
+            self.calls.append(
+                [outputs["loss"].item(), batch[0].tolist(), batch_idx, self.training, torch.rand(1).item()]
+            )
+            self.log("sum", batch[0].sum(), on_epoch=True, on_step=False)
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             pass
@@ -266,7 +246,7 @@ def test_a_hook_of_the_module_follows_the_checkpoint_before_it(saves_at: dict[st
     def fit(folder: str, path: Path | None = None) -> Any:
         module, saves = Module(), ModelCheckpoint(tmp_path / folder, save_top_k=-1, **saves_at)
         run = trainer(max_epochs=2, val_check_interval=1, callbacks=[saves], enable_checkpointing=True)
-        run.fit(module, DataLoader(ROWS, batch_size=2), DataLoader(ROWS), ckpt_path=path)
+        run.fit(module, loader(2), loader(1), ckpt_path=path)
         return module.calls, run.callback_metrics["sum"]
 
     expected = fit("whole")
@@ -277,9 +257,9 @@ def test_a_hook_of_the_module_follows_the_checkpoint_before_it(saves_at: dict[st
 def test_a_hook_of_the_module_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
     class Batch:
         def __init__(self, rows: Any) -> None:
-            self.rows = torch.stack(rows)
+            self.rows = torch.stack([features for (features,) in rows])
 
-    class Module(Recording):
+    class Module(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch.rows, batch_idx)
 
@@ -288,8 +268,8 @@ def test_a_hook_of_the_module_whose_batch_a_file_cannot_hold_is_named(tmp_path: 
 
     def fit(path: Path | None = None) -> None:
         saves = ModelCheckpoint(tmp_path / f"resumed {path is not None}", save_top_k=-1, every_n_train_steps=1)
-        loader = DataLoader(ROWS, batch_size=2, collate_fn=Batch)
-        trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True).fit(Module(), loader, ckpt_path=path)
+        data = DataLoader(loader(2).dataset, batch_size=2, collate_fn=Batch)
+        trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True).fit(Module(), data, ckpt_path=path)
 
     fit()
     with pytest.warns(UserWarning, match="does not call the module's `on_train_batch_end` of batch 0"):
