@@ -1,14 +1,11 @@
 """A run continues with another number of processes, or another strategy, and ends as one that nothing ever happened to.
 
-One run of each writer notes what it computes, and saves a checkpoint in the middle of an epoch and of an accumulation
-window. Others resume from there.
+One run notes what it computes, and saves a checkpoint in the middle of an epoch and of an accumulation window. Another
+one resumes from there.
 """
 
 import csv
-import dataclasses
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
-from equipoise import ConfigurationError, PipelineStrategy, Trainer
-from tests.support.all_cases import dealt
+from equipoise import ConfigurationError, PipelineStrategy
+from tests.support.equality import assert_equal
+from tests.support.resumption import SavesInHooks
 from tests.support.trainer_runs import trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -33,29 +31,39 @@ pytestmark = pytest.mark.filterwarnings(
 SAMPLES, FEATURES, CLASSES, EPOCHS = 29, 4, 3, 2
 # Samples of a step in every run.
 TOGETHER = 12 // 2
+slow = pytest.mark.slow
 
 
-class Samples(Dataset[Any]):
-    """Numbered samples in float64."""
-
-    def __init__(self, count: int = SAMPLES) -> None:
-        generator = torch.Generator().manual_seed(11)
-        self.features = torch.randn(count, FEATURES, dtype=torch.float64, generator=generator)
-        self.labels = torch.randint(CLASSES, (count,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.features[index], self.labels[index], index
+def samples(count: int = SAMPLES) -> TensorDataset:
+    """Features, labels and numbers of samples, in float64."""
+    draw = torch.Generator().manual_seed(11)
+    features = torch.randn(count, FEATURES, dtype=torch.float64, generator=draw)
+    return TensorDataset(features, torch.randint(CLASSES, (count,), generator=draw), torch.arange(count))
 
 
-class Watched(L.LightningModule):
-    """Logs every kind of value, and notes which samples each epoch has trained on."""
+class Plain(L.LightningModule):
+    """A layer, trained on one loader or on several, whose samples may come one by one."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
+        self.net: nn.Module = nn.Linear(FEATURES, CLASSES).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+        features = torch.cat([part[0].view(-1, FEATURES) for part in parts])
+        labels = torch.cat([part[1].view(-1) for part in parts])
+        return {"loss": nn.functional.cross_entropy(self.net(features), labels), "loss_weight": len(labels)}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Watched(Plain):
+    """Logs every kind of value, and notes which samples each epoch has trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.mean = MeanMetric()
@@ -84,20 +92,23 @@ class Watched(L.LightningModule):
         labels = torch.as_tensor(self.labels.compute())
         self.labels.reset()
         values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        # The loss of the last step is that of the samples of rank 0.
+        del values["loss"], values["loss_step"]
         self.epochs.append({**values, "labels": float(labels.sum()), "labels_count": float(labels.numel())})
 
+    def gathered(self) -> list[tuple[int, int, list[int]]]:
+        """What all processes have seen."""
+        return [each for seen in self.trainer.strategy.gather_objects(self.seen) for each in seen]
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        gathered = self.trainer.strategy.gather_objects(self.seen)
-        checkpoint["seen"] = [each for seen in gathered for each in seen]
-        checkpoint["epochs"] = list(self.epochs)
+        checkpoint["seen"], checkpoint["epochs"] = self.gathered(), list(self.epochs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.seen = list(checkpoint["seen"]) if self.global_rank == 0 else []
         self.epochs = list(checkpoint["epochs"])
 
     def on_train_end(self) -> None:
-        gathered = self.trainer.strategy.gather_objects(self.seen)
-        self.seen_by_all = [each for seen in gathered for each in seen]
+        self.seen_by_all = self.gathered()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -106,77 +117,53 @@ class Watched(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Saves(L.Callback):
-    """Saves a checkpoint after some batches of the training, in which all processes have a batch.
-
-    Args:
-        folder: Where the files go, named by the number of the batch.
-        batches: The numbers, from 0.
-    """
-
-    def __init__(self, folder: Path, batches: tuple[int, ...]) -> None:
-        self.folder = folder
-        self.batches = batches
-        self.at = -1
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.at += 1
-        if self.at in self.batches:
-            trainer.save_checkpoint(self.folder / f"{self.at}.ckpt")
+def pipeline(replicas: int) -> PipelineStrategy:
+    return PipelineStrategy(engine="processes", cut_before=["net.2"], micro_batches=2, replicas=replicas)
 
 
-@dataclass
-class Run:
-    """Strategy, devices and data of a run.
+# The strategy, the devices, and how many processes read batches.
+STRATEGIES: dict[str, tuple[Any, int, int]] = {
+    "single": (lambda: "single_device", 1, 1),
+    "balanced": (lambda: "balanced", 2, 1),
+    "dp": (lambda: "dp", 2, 1),
+    **{f"ddp {processes}": (lambda: "ddp", processes, processes) for processes in (1, 2, 3, 4)},
+    "pipeline": (lambda: pipeline(1), 2, 1),
+    "two pipelines": (lambda: pipeline(2), 4, 2),
+}
 
-    Attributes:
-        strategy, devices: Arguments of the trainer.
-        loader: Arguments of the loader; those of the writer's, since the user changes nothing.
-        accumulate: The number of batches in a window.
-    """
 
-    strategy: Any
-    devices: int
-    loader: dict[str, Any] = field(default_factory=dict)
-    accumulate: int = 1
+def batches_of(writer: str) -> DataLoader[Any]:
+    """The loader of the run that writes the checkpoint, which the user does not change for the one that resumes."""
+    return DataLoader(samples(), batch_size=TOGETHER // STRATEGIES[writer][2], shuffle=True)
 
-    def fit(self, module: Watched, checkpoint: Path | None = None, callbacks: Any = (), **options: Any) -> Any:
-        """Train, or continue; return the trainer."""
-        # Nothing depends on the generators of the new process.
-        torch.manual_seed(5 if checkpoint is None else 99)
-        writes = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-        run: Trainer = trainer(
-            strategy=self.strategy,
-            devices=self.devices,
-            max_epochs=EPOCHS,
-            accumulate_grad_batches=self.accumulate,
-            callbacks=list(callbacks),
-            enable_checkpointing=writes,
-            precision="64-true",
-            log_every_n_steps=1,
-            **options,
-        )
-        data: Any = DataLoader(Samples(), **{"shuffle": True, **self.loader})
-        run.fit(module, data, ckpt_path=checkpoint)
-        return run
+
+def fit(name: str, module: Any, data: Any, *callbacks: Any, path: Path | None = None, **options: Any) -> Any:
+    """Train with a strategy for two epochs, or continue from a checkpoint; return the trainer."""
+    strategy, devices, _ = STRATEGIES[name]
+    # Nothing depends on the generators of the new process.
+    torch.manual_seed(5 if path is None else 99)
+    writes = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    options = {"callbacks": list(callbacks), "enable_checkpointing": writes, "log_every_n_steps": 1, **options}
+    run = trainer(strategy=strategy(), devices=devices, max_epochs=EPOCHS, precision="64-true", **options)
+    run.fit(module, data, ckpt_path=path)
+    return run
+
+
+def saves_after(batch: int, folder: Path) -> SavesInHooks:
+    """Saves after a batch of the run, in which all processes have one."""
+    return SavesInHooks(folder, ["on_train_batch_end"], [batch])
+
+
+def saved_after(batch: int, folder: Path) -> Path:
+    return folder / f"on_train_batch_end-{batch:02d}.ckpt"
 
 
 def assert_same(expected: Watched, actual: Watched, tolerance: float = 1e-12) -> None:
-    """The same weights, values of every epoch, and samples of every step.
-
-    Args:
-        expected: The undisturbed run.
-        actual: The other.
-        tolerance: That of logged values.
-    """
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-12, atol=1e-12)
-    assert len(actual.epochs) == len(expected.epochs) == EPOCHS
-    for one, other in zip(expected.epochs, actual.epochs, strict=True):
-        # The loss of the last step is that of the samples of rank 0.
-        one, other = ({n: v for n, v in each.items() if n not in ("loss", "loss_step")} for each in (one, other))
-        assert other == pytest.approx(one, rel=tolerance, abs=tolerance)
-    assert steps_of(actual.seen_by_all) == steps_of(expected.seen_by_all)
+    """The same weights, values of every epoch up to a tolerance, and samples of every step."""
+    assert_equal(expected, actual, 1e-12)
+    assert len(expected.epochs) == EPOCHS
+    assert_equal(expected.epochs, actual.epochs, tolerance)
+    assert_equal(steps_of(expected.seen_by_all), steps_of(actual.seen_by_all))
 
 
 def steps_of(seen: list[tuple[int, int, list[int]]]) -> dict[tuple[int, int], Counter[int]]:
@@ -190,154 +177,45 @@ def steps_of(seen: list[tuple[int, int, list[int]]]) -> dict[tuple[int, int], Co
     return steps
 
 
-WRITERS = {
-    "single": ("single_device", 1),
-    "balanced": ("balanced", 2),
-    "ddp 2": ("ddp", 2),
-    "ddp 3": ("ddp", 3),
-    "ddp 4": ("ddp", 4),
-}
-OTHERS = {**WRITERS, "dp": ("dp", 2), "ddp 1": ("ddp", 1)}
-
-
-def writer_of(name: str, folder: Path, accumulate: int, at: tuple[int, ...], **loader: Any) -> tuple[Run, Watched]:
-    """Let a run note what it computes, and save checkpoints."""
-    strategy, devices = WRITERS[name]
-    per_process = TOGETHER // (devices if strategy == "ddp" else 1)
-    run = Run(strategy, devices, {"batch_size": per_process, **loader}, accumulate)
-    module = Watched()
-    run.fit(module, callbacks=[Saves(folder, at)])
-    return run, module
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs that have written checkpoints, each of which is computed once."""
-    runs: dict[Any, Any] = {}
-
-    def write(name: str, accumulate: int) -> Any:
-        key = name, accumulate
-        if key not in runs:
-            folder = tmp_path_factory.mktemp("written")
-            runs[key] = folder, *writer_of(name, folder, accumulate, (1, 6))
-        return runs[key]
-
-    return write
-
-
-def cases() -> list[Any]:
-    """The strategy and the processes before and after, the batches of a window, and the number of the last batch.
-
-    Each strategy occurs after several others, with each window and each number.
-    """
-    listed: list[Any] = []
-    for row, before in enumerate(WRITERS):
-        others = [after for after in OTHERS if after != before]
-        for after in dealt(others, row % 2, 2):
-            number = len(listed)
-            listed.append(pytest.param(before, after, 3 if number % 3 else 1, 1 if number % 2 else 6))
-    return listed
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize(("before", "after", "accumulate", "at"), cases())
-def test_any_number_of_processes(before: str, after: str, accumulate: int, at: int, written: Any) -> None:
-    folder, run, expected = written(before, accumulate)
-    strategy, devices = OTHERS[after]
-    module = Watched()
-    resumed = Run(strategy, devices, run.loader, run.accumulate)
-    resumed.fit(module, folder / f"{at}.ckpt")
-    # Replicas of a process add up their values in float32.
-    in_replicas = not {before, after}.isdisjoint(("balanced", "dp"))
-    assert_same(expected, module, 1e-7 if in_replicas else 1e-12)
-
-
-@pytest.mark.slow
-def test_three_changes_in_one_run(tmp_path: Path) -> None:
-    run, expected = writer_of("ddp 2", tmp_path, 3, (1,))
-    checkpoint = tmp_path / "1.ckpt"
-    # Each run counts on from the checkpoint.
-    for at, strategy, devices in [(4, "ddp", 3), (7, "single_device", 1), (10, "ddp", 4)]:
-        module = Watched()
-        Run(strategy, devices, run.loader, 3).fit(module, checkpoint, [Saves(tmp_path, (at,))])
-        assert_same(expected, module)
-        checkpoint = tmp_path / f"{at}.ckpt"
-
-
-def pipeline(replicas: int) -> Run:
-    """A pipeline of two stages in processes of their own, with three batches in a window."""
-    strategy = PipelineStrategy(engine="processes", cut_before=["net.2"], micro_batches=2, replicas=replicas)
-    return Run(strategy, 2 * replicas, {"batch_size": TOGETHER // replicas}, 3)
-
-
-def ddp(processes: int) -> Run:
-    """As many processes, with three batches in a window."""
-    return Run("ddp", processes, {"batch_size": TOGETHER // processes}, 3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(pipeline(1), ddp(1)), (ddp(2), pipeline(1)), (pipeline(2), ddp(3)), (pipeline(2), pipeline(1))],
+    ("before", "after", "window", "batch"),
+    [
+        ("single", "ddp 2", 3, 2),
+        ("ddp 2", "ddp 3", 3, 7),
+        ("ddp 3", "balanced", 1, 2),
+        pytest.param("ddp 4", "single", 3, 7, marks=slow),
+        pytest.param("ddp 4", "ddp 1", 1, 2, marks=slow),
+        pytest.param("balanced", "ddp 4", 3, 2, marks=slow),
+        pytest.param("ddp 2", "dp", 3, 2, marks=slow),
+        # The gradients of an open window are in the processes of the stages.
+        pytest.param("pipeline", "ddp 1", 3, 2, marks=slow),
+        pytest.param("ddp 2", "pipeline", 3, 2, marks=slow),
+        pytest.param("two pipelines", "ddp 3", 3, 2, marks=slow),
+        pytest.param("two pipelines", "pipeline", 3, 2, marks=slow),
+    ],
 )
-def test_stages_in_processes(before: Run, after: Run, tmp_path: Path) -> None:
-    """The gradients of an open window are in the processes of the stages."""
+def test_a_run_is_resumed_with_another_strategy_or_number_of_processes(
+    before: str, after: str, window: int, batch: int, tmp_path: Path
+) -> None:
     expected, module = Watched(), Watched()
-    before.fit(expected, callbacks=[Saves(tmp_path, (1,))])
-    resumed = dataclasses.replace(after, loader=before.loader)
-    resumed.fit(module, tmp_path / "1.ckpt")
-    # Micro-batches add up their values in float32.
-    assert_same(expected, module, 1e-7)
+    fit(before, expected, batches_of(before), saves_after(batch, tmp_path), accumulate_grad_batches=window)
+    path = saved_after(batch, tmp_path)
+    fit(after, module, batches_of(before), path=path, accumulate_grad_batches=window)
+    # Replicas and micro-batches of a process add up their values in float32.
+    in_parts = not {before, after}.isdisjoint(("balanced", "dp", "pipeline", "two pipelines"))
+    assert_same(expected, module, 1e-7 if in_parts else 1e-12)
 
 
-@pytest.mark.parametrize("length", [None, SAMPLES - 8, SAMPLES + 8])
-def test_samplers_of_unknown_length(length: int | None, tmp_path: Path) -> None:
-    """The checkpoint holds a batch that one process had read ahead."""
-    data = DataLoader(Samples(), batch_size=6, sampler=OwnOrder(length))
-    expected, module = Plain(), Plain()
-    count = fit(expected, data, *OTHERS["single"], callbacks=[Saves(tmp_path, (2,))]).global_step
-    assert fit(module, data, *OTHERS["ddp 2"], ckpt_path=tmp_path / "2.ckpt").global_step == count
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-12, atol=1e-12)
-
-
-class InTurn(Sampler[list[int]]):
-    """Batches of a sampler of the user's own, in random order."""
-
-    def __init__(self) -> None:
-        self.batches = BatchSampler(range(SAMPLES), 3, False)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        batches = list(self.batches)
-        return (batches[index] for index in torch.randperm(len(batches)).tolist())
-
-
-KINDS = ["sampler", "batch sampler", "two loaders"]
-CHANGES = [("ddp 2", "single"), ("ddp 2", "ddp 3"), ("single", "ddp 2")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "change"), dealt([*product(KINDS, CHANGES)], 0, 2))
-def test_loaders(kind: str, change: tuple[str, str], tmp_path: Path) -> None:
-    """Samplers of the user's own, and loaders that are read together."""
-    before, after = change
-    loaders: dict[str, dict[str, Any]] = {
-        "sampler": {"batch_size": 3, "sampler": OwnOrder(), "shuffle": None},
-        "batch sampler": {"batch_sampler": InTurn(), "shuffle": None},
-        "two loaders": {"batch_size": 3},
-    }
-    options = loaders[kind]
-    data: Any = DataLoader(Samples(), **{"shuffle": True, **options})
-    expected, module = Plain(), Plain()
-    if kind == "two loaders":
-        data = {"long": data, "short": DataLoader(Samples(8), batch_size=2, shuffle=True)}
-    fit(expected, data, *OTHERS[before], callbacks=[Saves(tmp_path, (1,))])
-    fit(module, data, *OTHERS[after], ckpt_path=tmp_path / "1.ckpt")
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+@slow
+def test_the_number_of_processes_changes_three_times_in_one_run(tmp_path: Path) -> None:
+    expected = Watched()
+    fit("ddp 2", expected, batches_of("ddp 2"), saves_after(2, tmp_path), accumulate_grad_batches=3)
+    # Each run counts on from the checkpoint.
+    for batch, following, name in [(2, 5, "ddp 3"), (5, 8, "single"), (8, 11, "ddp 4")]:
+        module = Watched()
+        path, saves = saved_after(batch, tmp_path), saves_after(following, tmp_path)
+        fit(name, module, batches_of("ddp 2"), saves, path=path, accumulate_grad_batches=3)
+        assert_same(expected, module)
 
 
 class OwnOrder(Sampler[int]):
@@ -355,36 +233,53 @@ class OwnOrder(Sampler[int]):
         return iter(torch.randperm(SAMPLES).tolist())
 
 
-class Plain(L.LightningModule):
-    """A layer, trained on one loader or on several."""
+class InTurn(Sampler[list[int]]):
+    """Batches of a sampler of the user's own, in random order."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.net = nn.Linear(FEATURES, CLASSES).double()
-        self.correlation: Any = None
+        self.batches = BatchSampler(range(SAMPLES), 3, False)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
-        samples = sum(len(labels) for _, labels, _ in parts)
-        losses = [
-            nn.functional.cross_entropy(self.net(features), labels, reduction="sum") for features, labels, _ in parts
-        ]
-        if self.correlation is not None:
-            self.correlation.update(self.net(parts[0][0])[:, 0].detach(), parts[0][1].double())
-        return {"loss": torch.stack(losses).sum() / samples, "loss_weight": samples}
+    def __len__(self) -> int:
+        return len(self.batches)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def __iter__(self) -> Any:
+        batches = list(self.batches)
+        return (batches[index] for index in torch.randperm(len(batches)).tolist())
 
 
-def fit(module: Any, data: Any, strategy: str, devices: int, callbacks: Any = (), **options: Any) -> Any:
-    """Train two epochs."""
-    torch.manual_seed(99 if options else 5)
-    given = {"strategy": strategy, "devices": devices, "callbacks": list(callbacks)}
-    run = trainer(max_epochs=EPOCHS, precision="64-true", **given)
-    run.fit(module, data, **options)
-    return run
+LOADERS: dict[str, Any] = {
+    # The checkpoint holds a batch that one process had read ahead.
+    "no length": lambda: DataLoader(samples(), batch_size=6, sampler=OwnOrder(None)),
+    "too short a length": lambda: DataLoader(samples(), batch_size=6, sampler=OwnOrder(SAMPLES - 8)),
+    "too long a length": lambda: DataLoader(samples(), batch_size=6, sampler=OwnOrder(SAMPLES + 8)),
+    "sampler": lambda: DataLoader(samples(), batch_size=3, sampler=OwnOrder()),
+    "batch sampler": lambda: DataLoader(samples(), batch_sampler=InTurn()),
+    "two loaders": lambda: {
+        "long": DataLoader(samples(), batch_size=3, shuffle=True),
+        "short": DataLoader(samples(8), batch_size=2, shuffle=True),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("no length", "single", "ddp 2"),
+        ("too short a length", "single", "ddp 2"),
+        ("too long a length", "single", "ddp 2"),
+        pytest.param("sampler", "ddp 2", "single", marks=slow),
+        pytest.param("batch sampler", "ddp 2", "ddp 3", marks=slow),
+        pytest.param("batch sampler", "single", "ddp 2", marks=slow),
+        pytest.param("two loaders", "ddp 2", "single", marks=slow),
+        pytest.param("two loaders", "ddp 2", "ddp 3", marks=slow),
+    ],
+)
+def test_own_samplers_and_several_loaders_are_resumed(kind: str, before: str, after: str, tmp_path: Path) -> None:
+    expected, module = Plain(), Plain()
+    batch = 3 if "length" in kind else 2
+    steps = fit(before, expected, LOADERS[kind](), saves_after(batch, tmp_path)).global_step
+    assert fit(after, module, LOADERS[kind](), path=saved_after(batch, tmp_path)).global_step == steps
+    assert_equal(expected, module, 1e-12)
 
 
 # Where it cannot be
@@ -400,8 +295,7 @@ class Stream(IterableDataset[Any]):
         return Stream(self.indices[index::num_shards])
 
     def __iter__(self) -> Any:
-        samples = Samples()
-        return (samples[index] for index in self.indices)
+        return map(samples().__getitem__, self.indices)
 
 
 class Positioned(DataLoader[Any]):
@@ -414,55 +308,29 @@ class Positioned(DataLoader[Any]):
         pass
 
 
-@pytest.mark.slow
+TWELVE = DataLoader(samples(12), batch_size=2)
+STREAM, POSITIONED = DataLoader(Stream(), batch_size=2), Positioned(samples(12), batch_size=2)
+SINGLE = DataLoader(samples(12), batch_size=None)
+
+
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("data", "other", "reason"),
     [
-        (DataLoader(Stream(), batch_size=2), "Stream is a stream, so the samples that it has read"),
-        (Positioned(Samples(12), batch_size=2), "Positioned saves a position of its own"),
-        (DataLoader(Samples(12), batch_size=None), "a loader with batch_size=None makes no batches"),
+        (TWELVE, DataLoader(samples(12), batch_size=3), "the loaders had batch_size 2"),
+        pytest.param(STREAM, STREAM, "Stream is a stream, so the samples that it has read", marks=slow),
+        pytest.param(POSITIONED, POSITIONED, "Positioned saves a position of its own", marks=slow),
+        pytest.param(SINGLE, SINGLE, "a loader with batch_size=None makes no batches", marks=slow),
     ],
 )
-def test_what_cannot_be_kept(data: Any, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module = Labelled()
-    run = fit(module, data, "ddp", 2, [Saves(tmp_path, (1,))])
-    run.save_checkpoint(tmp_path / "end.ckpt")
+def test_other_batches_are_refused_in_an_epoch_and_announced_at_its_end(
+    data: Any, other: Any, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit("ddp 2", Plain(), data, saves_after(2, tmp_path)).save_checkpoint(tmp_path / "end.ckpt")
     refusal = f"in the middle of an epoch by another number of processes.*{reason}.*Resume with as many"
     with pytest.raises(ConfigurationError, match=refusal):
-        fit(Labelled(), data, "single_device", 1, ckpt_path=tmp_path / "1.ckpt")
-    fit(Labelled(), data, "single_device", 1, ckpt_path=tmp_path / "end.ckpt")
+        fit("single", Plain(), other, path=saved_after(2, tmp_path))
+    fit("single", Plain(), other, path=tmp_path / "end.ckpt")
     assert f"A step has other samples from now on: {reason}" in caplog.text
-
-
-class Labelled(Plain):
-    """The same for samples without a dimension of their own."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        features, labels, _ = batch
-        return nn.functional.cross_entropy(self.net(features.view(-1, FEATURES)), torch.as_tensor(labels).view(-1))
-
-
-def test_another_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The user may choose another size of a step, but not in the middle of an epoch."""
-    data = DataLoader(Samples(12), batch_size=2)
-    run = fit(Plain(), data, "ddp", 2, [Saves(tmp_path, (1,))])
-    run.save_checkpoint(tmp_path / "end.ckpt")
-    other = DataLoader(Samples(12), batch_size=3)
-    with pytest.raises(ConfigurationError, match="the loaders had batch_size 2, and now it is 3"):
-        fit(Plain(), other, "single_device", 1, ckpt_path=tmp_path / "1.ckpt")
-    fit(Plain(), other, "single_device", 1, ckpt_path=tmp_path / "end.ckpt")
-    assert "A step has other samples from now on: the loaders had batch_size 2" in caplog.text
-
-
-def test_metrics_that_nobody_can_merge(tmp_path: Path) -> None:
-    """Each process may take the state of another one, but no process two of them."""
-    data = DataLoader(Samples(12), batch_size=2)
-    expected, more, fewer = Correlated(), Correlated(), Correlated()
-    fit(expected, data, "ddp", 2, [Saves(tmp_path, (1,))])
-    fit(more, data, "ddp", 3, ckpt_path=tmp_path / "1.ckpt")
-    assert more.epochs == pytest.approx(expected.epochs, rel=1e-6)
-    with pytest.raises(ConfigurationError, match=r"the metric 'correlation' \(PearsonCorrCoef\) of 2 processes"):
-        fit(fewer, data, "single_device", 1, ckpt_path=tmp_path / "1.ckpt")
 
 
 class Correlated(Plain):
@@ -473,24 +341,36 @@ class Correlated(Plain):
         self.correlation = PearsonCorrCoef()
         self.epochs: list[float] = []
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.correlation.update(self.net(batch[0])[:, 0].detach(), batch[1].double())
+        return super().training_step(batch, batch_idx)
+
     def on_train_epoch_end(self) -> None:
         self.epochs.append(float(self.correlation.compute()))
         self.correlation.reset()
 
 
-@pytest.mark.slow
+def test_a_metric_that_nobody_can_merge_is_refused_by_fewer_processes(tmp_path: Path) -> None:
+    """Each process may take the state of another one, but no process two of them."""
+    expected, more = Correlated(), Correlated()
+    fit("ddp 2", expected, TWELVE, saves_after(2, tmp_path))
+    fit("ddp 3", more, TWELVE, path=saved_after(2, tmp_path))
+    assert_equal(expected.epochs, more.epochs, 1e-6)
+    with pytest.raises(ConfigurationError, match=r"the metric 'correlation' \(PearsonCorrCoef\) of 2 processes"):
+        fit("single", Correlated(), TWELVE, path=saved_after(2, tmp_path))
+
+
+@slow
 @pytest.mark.parametrize(("before", "after"), [("ddp 3", "ddp 2"), ("ddp 2", "single"), ("single", "ddp 2")])
-def test_at_the_end_of_an_epoch(before: str, after: str, tmp_path: Path) -> None:
-    """The hook that wrote the checkpoint is followed by the epoch's values, which are those of all processes."""
-    strategy, devices = WRITERS[before]
-    run = Run(strategy, devices, {"batch_size": TOGETHER // devices})
+def test_values_of_an_epoch_are_those_of_all_processes_before(before: str, after: str, tmp_path: Path) -> None:
+    """The hook that wrote the checkpoint is followed by the epoch's values."""
     writes = ModelCheckpoint(tmp_path, "{epoch}", monitor="loss_epoch", save_top_k=-1)
-    run.fit(Watched(), callbacks=[writes], logger=CSVLogger(tmp_path / "before"))
-    resumed = Run(*OTHERS[after], run.loader)
-    resumed.fit(Watched(), tmp_path / "epoch=0.ckpt", logger=CSVLogger(tmp_path / "after"))
+    fit(before, Watched(), batches_of(before), writes, logger=CSVLogger(tmp_path / "before"))
+    resumed = {"path": tmp_path / "epoch=0.ckpt", "logger": CSVLogger(tmp_path / "after")}
+    fit(after, Watched(), batches_of(before), **resumed)
     expected, actual = (values_of_epochs(tmp_path / name) for name in ("before", "after"))
     assert len(expected) == EPOCHS
-    assert actual == pytest.approx(expected, rel=1e-12)
+    assert_equal(expected, actual, 1e-12)
 
 
 def values_of_epochs(folder: Path) -> list[float]:

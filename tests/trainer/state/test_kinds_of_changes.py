@@ -236,7 +236,6 @@ def test_what_cannot_come_back_is_named(kind: str, tmp_path: Path) -> None:
 
 HIDDEN: dict[str, Callable[[Any], Any]] = {
     "tuple_iterator": lambda _: iter((1, 2, 3, 4)),
-    "cycle": lambda _: itertools.cycle([1, 2]),
     "generator": lambda _: (number for number in range(9)),
     "Adam": lambda module: torch.optim.Adam(module.layer.parameters()),
 }
