@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity.resumption import Resumable
+from tests.support.equality import assert_equal
+from tests.support.resumption import Kill, Killed, KillingCheckpoint
 from tests.support.trainer_runs import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs")
@@ -21,61 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs")
 SAMPLES = 10
 
 
-class Killed(Exception):
-    """Ends a run at once, as a signal would: no hook that the loop fires afterwards is fired."""
-
-
-class Kill(L.Callback):
-    """Ends the run in a hook; the last of all callbacks, behind those that save.
-
-    Args:
-        hook: The name of the hook.
-        at: At which call.
-    """
-
-    def __init__(self, hook: str, at: int = 1) -> None:
-        self.calls = 0
-
-        def kill(run: Any, *args: Any) -> None:
-            self.calls += 1
-            if self.calls == at:
-                raise Killed
-
-        setattr(self, hook, kill)
-
-
-class KillingCheckpoint(ModelCheckpoint):
-    """A checkpoint callback whose run is killed when it has written a number of files.
-
-    Args:
-        at: The number of files.
-        options: Those of ModelCheckpoint.
-    """
-
-    def __init__(self, at: float, **options: Any) -> None:
-        super().__init__(**options)
-        self.at, self.files = at, 0
-
-    @property
-    def state_key(self) -> str:
-        return "keeper"
-
-    def _save_checkpoint(self, run: Any, filepath: str) -> None:
-        super()._save_checkpoint(run, filepath)
-        self.files += 1
-        if self.files == self.at:
-            raise Killed
-
-
-class Stream(IterableDataset[Tensor]):
-    """Samples in random order, without length."""
-
-    def __iter__(self) -> Any:
-        return iter(torch.randperm(SAMPLES).double().unsqueeze(1))
-
-
-class Module(L.LightningModule):
-    """Logs steps and epochs; drops out."""
+class Dropping(L.LightningModule):
+    """Logs steps, epochs and validations; drops out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,6 +40,9 @@ class Module(L.LightningModule):
         self.log("descending", -float(batch_idx + SAMPLES * self.current_epoch), on_step=True, on_epoch=False)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch / SAMPLES).square().mean())
+
     def on_train_end(self) -> None:
         self.ended += 1
 
@@ -99,170 +51,153 @@ class Module(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-def rows() -> list[Tensor]:
-    """The samples."""
-    return list(torch.arange(SAMPLES, dtype=torch.float64).unsqueeze(1))
+class Unsized(IterableDataset[Tensor]):
+    """Samples in random order, without length."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(SAMPLES).double().unsqueeze(1))
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    rows = list(torch.arange(SAMPLES, dtype=torch.float64).unsqueeze(1))
+    return DataLoader(rows, **{"shuffle": True, **options})  # type: ignore[arg-type]
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "shuffled": lambda: DataLoader(rows(), shuffle=True),
-    "own-generator": lambda: DataLoader(rows(), shuffle=True, generator=torch.Generator().manual_seed(3)),
-    "persistent-workers": lambda: DataLoader(rows(), shuffle=True, num_workers=1, persistent_workers=True),
-    "unsized": lambda: DataLoader(Stream()),
+    "shuffled": shuffled,
+    "own-generator": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
+    "persistent-workers": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "unsized": lambda: DataLoader(Unsized()),
     "stateful": lambda: Resumable(SAMPLES, 1),
 }
 
 
-def fit(
-    data: Any, callbacks: list[Any] | None = None, path: Any = None, module: Any = None, seed: int = 1, **options: Any
-) -> Any:
-    """A run; returns its trainer."""
+def fit(*callbacks: Any, path: Path | None = None, loader: str = "shuffled", **options: Any) -> Any:
+    """Train, from a checkpoint with other random numbers; return the trainer."""
     torch.manual_seed(0)
-    module = Module() if module is None else module
-    if isinstance(data, Resumable):
-        module.net[0] = nn.Linear(1, 4).double()
-    torch.manual_seed(seed)
-    run = trainer(callbacks=callbacks, enable_checkpointing=True, **options)
-    run.fit(module, data, ckpt_path=path)
+    module = Dropping()
+    torch.manual_seed(1 if path is None else 7)
+    options = {"limit_val_batches": 0, "enable_checkpointing": True, **options}
+    run = trainer(callbacks=list(callbacks), **options)
+    run.fit(module, LOADERS[loader](), shuffled(shuffle=False), ckpt_path=path)
     return run
 
 
-def weights(run: Any) -> Tensor:
-    """All weights of a run's module."""
-    return torch.cat([parameter.detach().flatten() for parameter in run.lightning_module.parameters()])
-
-
-def keeper(folder: Path, **options: Any) -> ModelCheckpoint:
-    """Writes a last checkpoint, wherever nothing else is said at the end of every epoch."""
-    return ModelCheckpoint(folder, save_last=True, **options)
+def end_of(run: Any) -> Any:
+    """What must be the same: weights, samples, how often the training ended, how far it came."""
+    module = run.lightning_module
+    return module, module.seen, module.ended, run.current_epoch, run.global_step
 
 
 # In the midst of an epoch
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("how", ["afterwards", "by a callback"])
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(name: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loader", "how"), [*((loader, "by a callback") for loader in LOADERS), ("shuffled", "afterwards")]
+)
+def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(loader: str, how: str, tmp_path: Path) -> None:
     """With a higher limit, no sample of the epoch is lost or seen again, and its values are those of all of it."""
-    make = LOADERS[name]
-    options = {"max_epochs": -1, "accumulate_grad_batches": 2}
-    expected = fit(make(), [keeper(tmp_path / "whole")], max_steps=8, **options)
-    first = fit(make(), [keeper(tmp_path / "part")], max_steps=2, **options)
+
+    def ends(folder: str, steps: int, path: Path | None = None) -> Any:
+        keeper = ModelCheckpoint(tmp_path / folder, save_last=True)
+        return fit(keeper, path=path, loader=loader, max_steps=steps, max_epochs=-1, accumulate_grad_batches=2)
+
+    expected, first = ends("whole", 8), ends("part", 2)
     path = tmp_path / "part" / "last.ckpt"
     if how == "afterwards":
-        path = tmp_path / "after.ckpt"
-        first.save_checkpoint(path)
-    resumed = fit(make(), [keeper(tmp_path / "part")], path, max_steps=8, seed=7, **options)
-    assert resumed.lightning_module.seen == expected.lightning_module.seen
-    assert torch.equal(weights(resumed), weights(expected))
-    assert resumed.callback_metrics["loss_epoch"] == expected.callback_metrics["loss_epoch"]
-    assert (resumed.current_epoch, resumed.global_step) == (expected.current_epoch, expected.global_step)
+        first.save_checkpoint(path := tmp_path / "after.ckpt")
+    resumed = ends("part", 8, path)
+    assert_equal(end_of(expected)[:2], end_of(resumed)[:2])
+    assert_equal(end_of(expected)[3:], end_of(resumed)[3:])
+    assert_equal(expected.callback_metrics["loss_epoch"], resumed.callback_metrics["loss_epoch"])
 
 
-def test_a_limit_that_is_still_reached(tmp_path: Path) -> None:
-    """A run that max_steps ended does nothing when it is resumed with the same limit, and can be saved again."""
+def test_a_limit_that_is_still_reached_trains_nothing(tmp_path: Path) -> None:
+    """Resumed with the same limit, the run does nothing, and can be saved again; with a higher one it goes on."""
     path = tmp_path / "a.ckpt"
-    make = LOADERS["shuffled"]
-    first = fit(make(), max_steps=4, default_root_dir=tmp_path)
+    first = fit(max_steps=4, default_root_dir=tmp_path)
     first.save_checkpoint(path)
-    second = fit(make(), path=path, max_steps=4, default_root_dir=tmp_path)
+    second = fit(path=path, max_steps=4, default_root_dir=tmp_path)
     second.save_checkpoint(path)
-    assert second.lightning_module.seen == first.lightning_module.seen
-    assert second.lightning_module.ended == first.lightning_module.ended
-    assert second.current_epoch == first.current_epoch == 1
-    third = fit(make(), path=path, max_epochs=1, max_steps=10, default_root_dir=tmp_path)
-    expected = fit(make(), max_epochs=1, default_root_dir=tmp_path)
-    assert third.lightning_module.seen == expected.lightning_module.seen
-    assert torch.equal(weights(third), weights(expected))
+    assert second.current_epoch == 1
+    assert_equal(end_of(first), end_of(second))
+    third = fit(path=path, max_steps=10, default_root_dir=tmp_path)
+    assert_equal(end_of(fit(default_root_dir=tmp_path))[:2], end_of(third)[:2])
 
 
 # At the end
 
 
 def averaging(folder: Path, files: float = float("inf")) -> list[Any]:
-    """An average of the weights, and checkpoints at every epoch's end."""
-    return [EMAWeightAveraging(decay=0.5), KillingCheckpoint(files, dirpath=folder, save_last=True)]
+    """An average of the weights, and checkpoints at every epoch's end; the run is killed behind so many."""
+    return [EMAWeightAveraging(decay=0.5), KillingCheckpoint(folder, files)]
 
 
-@pytest.mark.parametrize("hook", ["on_train_end", "on_train_epoch_end"])
-def test_killed_behind_the_last_checkpoint(hook: str, tmp_path: Path) -> None:
-    """The resumed run does what callbacks do at the end of training."""
-    make = LOADERS["shuffled"]
-    expected = fit(make(), averaging(tmp_path / "whole"), max_epochs=2)
-    in_the_end = hook == "on_train_end"
-    killers = [Kill(hook)] if in_the_end else []
+@pytest.mark.parametrize(("hooks", "files"), [(["on_train_end"], float("inf")), ([], 4)])
+def test_a_run_killed_behind_its_last_checkpoint_does_what_callbacks_do_at_the_end(
+    hooks: list[str], files: float, tmp_path: Path
+) -> None:
+    expected = fit(*averaging(tmp_path / "whole"), max_epochs=2)
     with pytest.raises(Killed):
-        fit(make(), [*killers, *averaging(tmp_path / "part", float("inf") if in_the_end else 4)], max_epochs=2)
-    last = tmp_path / "part" / "last.ckpt"
-    resumed = fit(make(), averaging(tmp_path / "part"), last, max_epochs=2, seed=7)
-    assert torch.equal(weights(resumed), weights(expected))
+        fit(*map(Kill, hooks), *averaging(tmp_path / "part", files), max_epochs=2)
+    resumed = fit(*averaging(tmp_path / "part"), path=tmp_path / "part" / "last.ckpt", max_epochs=2)
+    assert_equal(end_of(expected), end_of(resumed))
     assert resumed.lightning_module.ended == 1
-    assert resumed.lightning_module.seen == expected.lightning_module.seen
 
 
 def test_the_end_is_not_done_twice(tmp_path: Path) -> None:
     """Resuming a run that is complete writes nothing, and a checkpoint from after its end ends no second time."""
-    make = LOADERS["shuffled"]
-    first = fit(make(), averaging(tmp_path), max_epochs=2)
+    first = fit(*averaging(tmp_path), max_epochs=2)
     last = tmp_path / "last.ckpt"
     written = last.read_bytes()
-    second = fit(make(), averaging(tmp_path), last, max_epochs=2)
-    assert torch.equal(weights(second), weights(first))
+    second = fit(*averaging(tmp_path), path=last, max_epochs=2)
+    assert_equal(first.lightning_module, second.lightning_module)
     assert last.read_bytes() == written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=1-step=20.ckpt", "last.ckpt"]
     first.save_checkpoint(tmp_path / "after.ckpt")
-    third = fit(make(), averaging(tmp_path), tmp_path / "after.ckpt", max_epochs=2)
-    assert third.lightning_module.ended == first.lightning_module.ended == 1
-    assert torch.equal(weights(third), weights(first))
+    third = fit(*averaging(tmp_path), path=tmp_path / "after.ckpt", max_epochs=2)
+    assert_equal(end_of(first), end_of(third))
 
 
-def stopping(folder: Path) -> list[Any]:
-    """Stops after the second epoch, since `loss_epoch` has to fall by more than it can."""
-    return [EarlyStopping("loss_epoch", patience=1, min_delta=1e6), keeper(folder)]
+def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path) -> None:
+    """When it is resumed, too; without the callback it continues."""
 
+    def stopping(folder: Path) -> list[Any]:
+        # `loss_epoch` has to fall by more than it can.
+        return [EarlyStopping("loss_epoch", patience=1, min_delta=1e6), KillingCheckpoint(folder)]
 
-def test_a_run_that_early_stopping_has_ended(tmp_path: Path) -> None:
-    """It has ended when it is resumed, too; without the callback it continues."""
-    make = LOADERS["shuffled"]
-    expected = fit(make(), stopping(tmp_path / "whole"), max_epochs=4)
+    expected = fit(*stopping(tmp_path / "whole"), max_epochs=4)
     with pytest.raises(Killed):
-        fit(make(), [Kill("on_train_end"), *stopping(tmp_path)], max_epochs=4)
-    resumed = fit(make(), stopping(tmp_path), tmp_path / "last.ckpt", max_epochs=4)
-    assert expected.current_epoch == resumed.current_epoch == 2
-    assert torch.equal(weights(resumed), weights(expected))
-    assert resumed.lightning_module.ended == 1
+        fit(Kill("on_train_end"), *stopping(tmp_path), max_epochs=4)
+    resumed = fit(*stopping(tmp_path), path=tmp_path / "last.ckpt", max_epochs=4)
+    assert resumed.current_epoch == 2
+    assert_equal(end_of(expected), end_of(resumed))
     with pytest.warns(UserWarning, match="states of callbacks"):
-        longer = fit(make(), [keeper(tmp_path)], tmp_path / "last.ckpt", max_epochs=4)
-    assert longer.current_epoch == 4
+        assert fit(KillingCheckpoint(tmp_path), path=tmp_path / "last.ckpt", max_epochs=4).current_epoch == 4
 
 
 # Checkpoint callbacks
 
 
-def test_a_step_is_not_saved_again_within_its_window(tmp_path: Path) -> None:
+def values_of_files(keeper: Any) -> dict[str, float]:
+    """The best files by name, with their values."""
+    return {Path(path).name: float(score) for path, score in keeper.best_k_models.items()}
+
+
+def test_a_step_is_not_saved_again_within_its_accumulation_window(tmp_path: Path) -> None:
     """The best checkpoint of a step is that of the batch at which it was taken."""
 
-    def checkpoints(folder: Path, at: float) -> list[Any]:
-        options: dict[str, Any] = {"monitor": "descending", "every_n_train_steps": 1, "save_last": True}
-        return [KillingCheckpoint(at, dirpath=folder, save_top_k=-1, **options)]
+    def ends(folder: Path, at: float = float("inf"), path: Path | None = None) -> Any:
+        keeper = KillingCheckpoint(folder, at, monitor="descending", every_n_train_steps=1, save_top_k=-1)
+        fit(keeper, path=path, accumulate_grad_batches=3)
+        return values_of_files(keeper), Path(keeper.best_model_path).name
 
-    def names(run: Any) -> dict[str, float]:
-        return {Path(path).name: float(score) for path, score in run.checkpoint_callback.best_k_models.items()}
-
-    make = LOADERS["shuffled"]
-    options = {"max_epochs": 1, "accumulate_grad_batches": 3}
-    expected = fit(make(), checkpoints(tmp_path / "whole", float("inf")), **options)
+    expected = ends(tmp_path / "whole")
     for at in (2, 4, 6):
-        folder = tmp_path / str(at)
         with pytest.raises(Killed):
-            fit(make(), checkpoints(folder, at), **options)
-        run = fit(make(), checkpoints(folder, float("inf")), folder / "last.ckpt", **options)
-        assert names(run) == names(expected)
-        assert (
-            Path(run.checkpoint_callback.best_model_path).name
-            == Path(expected.checkpoint_callback.best_model_path).name
-        )
+            ends(folder := tmp_path / str(at), at)
+        assert ends(folder, path=folder / "last.ckpt") == expected
 
 
 @pytest.mark.parametrize(
@@ -270,28 +205,21 @@ def test_a_step_is_not_saved_again_within_its_window(tmp_path: Path) -> None:
     [{"every_n_train_steps": 5}, {"every_n_epochs": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}],
     ids=["on_train_batch_end", "on_train_epoch_end", "on_validation_end"],
 )
-def test_callbacks_behind_the_one_that_wrote_the_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
-    """A run that was killed between two checkpoint callbacks of one hook lets the second do its part."""
+def test_a_checkpoint_callback_behind_the_one_that_wrote_the_file_does_its_part(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a run that was killed between two checkpoint callbacks of one hook."""
 
-    class Validated(Module):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", self.net(batch / SAMPLES).square().mean())
-
-    def run(folder: Path, at: float, path: Path | None = None) -> Any:
-        first = KillingCheckpoint(at, dirpath=folder, save_last=True, **options)
+    def ends(folder: Path, at: float = float("inf"), path: Path | None = None) -> Any:
         second = ModelCheckpoint(folder / "second", "{step}", monitor="val_loss", save_top_k=-1, **options)
-        data = [DataLoader(rows(), shuffle=True), DataLoader(rows())]
-        torch.manual_seed(0)
-        module = Validated()
-        run = trainer(callbacks=[first, second], enable_checkpointing=True, max_epochs=3, val_check_interval=0.5)
-        run.fit(module, *data, ckpt_path=path)
-        return {Path(name).name: float(score) for name, score in second.best_k_models.items()}
+        validated = {"val_check_interval": 0.5, "limit_val_batches": 1.0}
+        fit(KillingCheckpoint(folder, at, **options), second, path=path, max_epochs=3, **validated)
+        return values_of_files(second)
 
-    expected = run(tmp_path / "whole", float("inf"))
-    folder = tmp_path / "part"
+    expected, folder = ends(tmp_path / "whole"), tmp_path / "part"
     with pytest.raises(Killed):
-        run(folder, 4)
-    assert run(folder, float("inf"), folder / "last.ckpt") == expected
+        ends(folder, 4)
+    assert ends(folder, path=folder / "last.ckpt") == expected
     assert len(expected) > 2
 
 
@@ -300,44 +228,48 @@ def test_callbacks_behind_the_one_that_wrote_the_checkpoint(options: dict[str, A
 
 def table(folder: Path) -> list[dict[str, str]]:
     """The rows of a run."""
-    with open(folder / "metrics.csv", newline="") as file:
+    with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def logged(folder: Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
-    """A CSV logger in a folder, and its callbacks."""
+def logged(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    """A run with a CSV logger in a folder."""
     logger = CSVLogger(folder, name="", version="")
-    return {"logger": logger, "callbacks": [LearningRateMonitor("step"), *callbacks], "log_every_n_steps": 1, **options}
+    return fit(LearningRateMonitor("step"), *callbacks, logger=logger, log_every_n_steps=1, **options)
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("at", range(1, 12))
-def test_every_row_stands_in_the_file_once(at: int, tmp_path: Path) -> None:
-    """Killed after any checkpoint, and some rows later, or at once."""
-    make = LOADERS["shuffled"]
-    interval = {"every_n_train_steps": 3} if at % 2 else {"every_n_epochs": 1}
-
-    def run(folder: Path, *others: Any, files: float = float("inf"), path: Path | None = None) -> None:
-        checkpoint = KillingCheckpoint(files, dirpath=folder, save_last=True, **interval)
-        fit(make(), **logged(folder, *others, checkpoint), path=path, max_epochs=2, seed=1 if path is None else 7)
-
-    run(tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("every", "files", "batch"),
+    [
+        # Killed as soon as a file is written: of a step, then last.ckpt.
+        ({"every_n_train_steps": 3}, 2, 0),
+        ({"every_n_epochs": 1}, 2, 0),
+        ({"every_n_train_steps": 3}, 4, 0),
+        ({"every_n_epochs": 1}, 4, 0),
+        # Killed some rows later.
+        ({"every_n_train_steps": 3}, float("inf"), 13),
+        ({"every_n_epochs": 1}, float("inf"), 14),
+        ({"every_n_train_steps": 3}, float("inf"), 17),
+        ({"every_n_train_steps": 3}, float("inf"), 19),
+    ],
+)
+def test_every_csv_row_stands_in_the_file_once(every: dict[str, int], files: float, batch: int, tmp_path: Path) -> None:
+    logged(tmp_path / "whole", KillingCheckpoint(tmp_path / "whole", **every), max_epochs=2)
     folder = tmp_path / "part"
-    at_once = at < 5
-    killers = [] if at_once else [Kill("on_train_batch_end", at + 8)]
+    kill = Kill("on_train_batch_end", batch)
     with pytest.raises(Killed):
-        run(folder, *killers, files=at + at % 2 if at_once else float("inf"))  # a file of the step, then last.ckpt
-    run(folder, path=folder / "last.ckpt")
+        logged(folder, kill, KillingCheckpoint(folder, files, **every), max_epochs=2)
+    logged(folder, KillingCheckpoint(folder, **every), path=folder / "last.ckpt", max_epochs=2)
     assert table(folder) == table(tmp_path / "whole")
     assert not list(folder.glob("metrics_*.csv"))
 
 
-def test_a_file_of_another_run_is_put_aside(tmp_path: Path) -> None:
-    make = LOADERS["shuffled"]
-    fit(make(), **logged(tmp_path / "a", keeper(tmp_path / "a")), max_epochs=2)
+def test_a_csv_file_of_another_run_is_put_aside(tmp_path: Path) -> None:
+    logged(tmp_path / "a", KillingCheckpoint(tmp_path / "a"), max_epochs=2)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.csv").write_text("epoch,step\n0,1\n")
-    fit(make(), **logged(tmp_path / "b", keeper(tmp_path / "b")), path=tmp_path / "a" / "last.ckpt", max_epochs=3)
+    logged(tmp_path / "b", KillingCheckpoint(tmp_path / "b"), path=tmp_path / "a" / "last.ckpt", max_epochs=3)
     assert (tmp_path / "b" / "metrics_0.csv").read_text() == "epoch,step\n0,1\n"
     steps = [int(row["step"]) for row in table(tmp_path / "b") if not row["lr-Adam"]]
     assert steps == [19, *range(20, 30), 29]  # the epoch of the checkpoint had no row yet
