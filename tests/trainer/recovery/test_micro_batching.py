@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
@@ -11,27 +10,13 @@ from equipoise.memory.out_of_memory import Split
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.trainer.recovery.captured_error import CapturedError
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
+from tests.support.networks.transparency import Mlp
 from tests.support.run_parts import parts_of_fit
-
-
-class Empty(L.LightningModule):
-    """A module without parameters."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
-
-
-class Answers(Callback):
-    """Answers with the next of some values."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
-
-    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> Any:
-        return self.answers.pop(0)
+from tests.trainer.recovery.out_of_memory import Answers
 
 
 def batcher(*callbacks: Callback) -> MicroBatcher:
-    parts = parts_of_fit(Empty(), callbacks=list(callbacks))
+    parts = parts_of_fit(Mlp(), callbacks=list(callbacks))
     return MicroBatcher(*parts, lambda parts, is_last: StepResult(None, None, None))
 
 
@@ -68,7 +53,7 @@ class TestSizes:
         assert count(helper, batch(8)) == 4
 
     def test_what_was_learned_outlives_an_epoch(self) -> None:
-        of_fit = parts_of_fit(Empty())
+        of_fit = parts_of_fit(Mlp())
         sizes: dict[Any, Any] = {}
         epochs = [MicroBatcher(*of_fit, lambda parts, is_last: StepResult(None, None, None), sizes) for _ in range(2)]
         epochs[0].note_failure(batch(8), Split(2))
@@ -89,12 +74,12 @@ class TestDecisions:
         assert helper.ask(event(helper, batch(8), 1)) == Split(4)
 
     def test_smaller_micro_batches_begin_to_count_anew(self) -> None:
-        helper = batcher(Answers(*[2] * 5, 4, *[4] * 5))
+        helper = batcher(Answers(*[2] * 5, 4))
         counts = [2] * 6 + [4] * 5
         decisions = [helper.ask(event(helper, batch(8), number)) for number in counts]
         assert None not in decisions
 
     def test_armed_are_runs_with_a_callback_that_decides(self) -> None:
-        for callback, recovers in ((Answers(), True), (Callback(), False)):
-            *_, hooks = parts_of_fit(Empty(), callbacks=[callback])
+        for callback, recovers in ((Answers(None), True), (Callback(), False)):
+            *_, hooks = parts_of_fit(Mlp(), callbacks=[callback])
             assert hooks.recovers is recovers

@@ -8,32 +8,15 @@ import pytest
 import torch
 from torch.optim import Adam
 
-from equipoise import Callback
 from equipoise.parallel.step_protocols import StepResult
 from equipoise.parallel.strategy_optimizer import StrategyOptimizer
 from equipoise.trainer.recovery.micro_batching import MicroBatcher
 from equipoise.trainer.recovery.repeatable_optimizer import RepeatableOptimizer
+from tests.support.equality import assert_equal
 from tests.support.run_parts import parts_of_fit
+from tests.trainer.recovery.out_of_memory import Answers, run_out
 
 DOUBLE = torch.float64
-
-
-class Weight(L.LightningModule):
-    """One weight of 1 with a gradient of 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-        self.weight.grad = torch.tensor([4.0], dtype=torch.float64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
-
-
-class Repeats(Callback):
-    """Wants each step once more."""
-
-    def on_out_of_memory(self, trainer: Any, pl_module: Any, event: Any) -> int:
-        return 1
 
 
 class Building(Adam):
@@ -43,7 +26,7 @@ class Building(Adam):
         if not self.state:
             parameter = self.param_groups[0]["params"][0]
             self.state[parameter]["step"] = torch.tensor(7.0)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            run_out()
         return super().step(closure)
 
 
@@ -60,7 +43,7 @@ class Two(L.LightningModule):
 
 
 def repeated_step(module: Any, optimizer: Any) -> RepeatableOptimizer:
-    parts = parts_of_fit(module, optimizer, callbacks=[Repeats()])
+    parts = parts_of_fit(module, optimizer, callbacks=[Answers(1)])
     micro_batcher = MicroBatcher(*parts, lambda parts, is_last: StepResult(None, None, None))
     return RepeatableOptimizer(StrategyOptimizer(optimizer), micro_batcher, lambda: 5)
 
@@ -72,7 +55,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            run_out()
         return original(*args, **kwargs)
 
     monkeypatch.setattr(torch, name, function)
@@ -96,10 +79,8 @@ def test_state_that_a_parameter_first_gets_in_the_failed_step(
     optimizers[1].step()
     fails_once(monkeypatch, name, call)
     steps[0].step()
-    assert torch.equal(modules[0].new, modules[1].new)
-    assert torch.equal(modules[0].old, modules[1].old)
-    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    assert_equal(modules[1], modules[0])
+    assert_equal(optimizers[1].state_dict()["state"], optimizers[0].state_dict()["state"])
 
 
 class Amending(Adam):
@@ -108,7 +89,7 @@ class Amending(Adam):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for state in self.state.values():
             state["maximum"] = torch.zeros(2)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            run_out()
         return super().step(closure)
 
 
@@ -121,10 +102,9 @@ def test_state_with_a_new_key_is_a_change() -> None:
 
 
 def test_state_that_the_first_attempt_made_is_dropped() -> None:
-    module = Weight()
-    optimizer = Building(module.parameters(), lr=0.1)
-    repeated = repeated_step(module, optimizer)
+    module = Two()
+    repeated = repeated_step(module, Building(module.parameters(), lr=0.1))
     with pytest.raises(torch.OutOfMemoryError, match="The step was done once more already"):
         repeated.step()
     # The second attempt found no state either, else it would have stepped from 7.
-    assert module.weight.item() == 1.0
+    assert_equal(Two(), module)
