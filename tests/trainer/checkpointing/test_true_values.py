@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 
 from equipoise import Trainer
 from equipoise.interop.lightning.checkpoint_hooks import hook_of_checkpoint
+from tests.support.pairs import pairwise
 from tests.support.trainer_runs import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 
 BATCHES = 10
-TARGETS = (3.0, -1.0, 2.5, 0.5, -2.0, 4.0)
 
 
 class Moving(L.LightningModule):
@@ -53,9 +53,12 @@ def value_of(weight: Tensor) -> Tensor:
     return (weight - 0.77).abs()
 
 
-def data() -> dict[str, Any]:
+def train(module: Moving, *callbacks: Any, cls: Any = Trainer, ckpt_path: Path | None = None, **options: Any) -> Any:
+    """Train with validation; return the trainer."""
+    run = trainer(cls, callbacks=list(callbacks), enable_checkpointing=True, **options)
     batches = torch.linspace(0.5, 1.5, BATCHES, dtype=torch.float64)
-    return {"train_dataloaders": DataLoader(batches), "val_dataloaders": DataLoader(torch.ones(1))}
+    run.fit(module, DataLoader(batches), DataLoader(torch.ones(1)), ckpt_path=ckpt_path)
+    return run
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -68,24 +71,21 @@ def weight_in(path: Any) -> Tensor:
     return weight
 
 
-@pytest.mark.quick_cases(7)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("interval", [1.0, 0.5, 3])
-@pytest.mark.parametrize("trigger", [{"every_n_train_steps": 1}, {"every_n_train_steps": 2}, {"time": 0}])
-@pytest.mark.parametrize("top_k", [-1, 2])
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize(
+    ("accumulate", "interval", "trigger", "top_k"),
+    pairwise(
+        [1, 3],
+        [1.0, 0.5, 3],
+        [{"every_n_train_steps": 1}, {"every_n_train_steps": 2}, {"train_time_interval": timedelta(0)}],
+        [-1, 2],
+    ),
+)
 def test_a_file_holds_the_weights_of_its_value(
-    tmp_path: Path, accumulate: int, interval: float, trigger: dict[str, int], top_k: int
+    tmp_path: Path, accumulate: int, interval: float, trigger: dict[str, Any], top_k: int
 ) -> None:
-    options: dict[str, Any] = trigger if "time" not in trigger else {"train_time_interval": timedelta(0)}
-    keeper = ModelCheckpoint(tmp_path, "{step}-{value:.6f}", "value", save_top_k=top_k, save_last=True, **options)
-    run = trainer(
-        max_epochs=2,
-        callbacks=[keeper],
-        enable_checkpointing=True,
-        accumulate_grad_batches=accumulate,
-        val_check_interval=interval,
-    )
-    run.fit(Moving(), **data())
+    keeper = ModelCheckpoint(tmp_path, "{step}-{value:.6f}", "value", save_top_k=top_k, save_last=True, **trigger)
+    train(Moving(), keeper, max_epochs=2, accumulate_grad_batches=accumulate, val_check_interval=interval)
     scores = {path: score.item() for path, score in keeper.best_k_models.items()}
     assert len(scores) == 2 if top_k == 2 else len(scores) >= 2
     for path, score in scores.items():
@@ -96,7 +96,7 @@ def test_a_file_holds_the_weights_of_its_value(
 
 def test_each_step_is_saved_after_its_validation(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, "{step}", "value", every_n_train_steps=2, save_top_k=-1)
-    trainer(callbacks=[keeper], enable_checkpointing=True, val_check_interval=2).fit(Moving(), **data())
+    train(Moving(), keeper, val_check_interval=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step={step}.ckpt" for step in (2, 4, 6, 8, 10))
 
 
@@ -115,8 +115,7 @@ class Steps(L.Callback):
 def test_the_last_file_does_not_wait_for_the_validation(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, "{step}", "value", every_n_train_steps=2, save_top_k=-1, save_last=True)
     steps = Steps(tmp_path)
-    run = trainer(max_epochs=2, callbacks=[keeper, steps], enable_checkpointing=True, val_check_interval=5)
-    run.fit(Moving(), **data())
+    train(Moving(), keeper, steps, max_epochs=2, val_check_interval=5)
     # Before the first batch of the second epoch, and before each of the later ones.
     assert steps.steps[-10:] == [10, 10, 12, 12, 14, 15, 16, 16, 18, 18]
     assert sorted(keeper.best_k_models) == sorted(str(tmp_path / f"step={step}.ckpt") for step in (5, 10, 15, 20))
@@ -138,8 +137,7 @@ def test_the_last_file_is_written_once_for_a_step(tmp_path: Path) -> None:
     """A step of a window is due in each batch of the next window, also in that of the next epoch."""
     keeper = ModelCheckpoint(tmp_path, "{step}", "value", every_n_train_steps=2, save_last=True)
     module = Writes()
-    options: dict[str, Any] = {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 2}
-    trainer(max_epochs=2, callbacks=[keeper], enable_checkpointing=True, **options).fit(module, **data())
+    train(module, keeper, max_epochs=2, accumulate_grad_batches=3, check_val_every_n_epoch=2)
     # Four steps in each epoch. The last one is ranked after the validation, with its last file.
     assert module.writes == [(0, 2, 6), (0, 4, 10), (1, 6, 6), (1, 8, 10), (1, 8, 10)]
 
@@ -171,7 +169,7 @@ def test_a_batch_in_which_no_save_is_due_does_not_reach_the_callback(
 
 def test_a_value_of_the_training_is_saved_at_once(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, "{step}", "loss", every_n_train_steps=3, save_top_k=-1)
-    trainer(callbacks=[keeper], enable_checkpointing=True, val_check_interval=3).fit(Moving(), **data())
+    train(Moving(), keeper, val_check_interval=3)
     written = read(tmp_path / "step=3.ckpt")["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
     assert written["current"]["completed"] == 0, "written after the validation"
 
@@ -180,19 +178,15 @@ def test_a_value_of_the_training_is_saved_at_once(tmp_path: Path) -> None:
 
 
 class Copying(Trainer):
-    """Copies the folder of the checkpoints behind each one that it writes, unless it resumes from one."""
+    """Copies the folder of the checkpoints behind each one that it writes."""
 
-    folder: Path
-    copies: list[tuple[Path, Path]]
-    is_resumed: bool
+    copies: list[tuple[Path, Path]] = []
 
     def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(filepath, *args, **kwargs)
-        if self.is_resumed:
-            return
-        copy = self.folder.with_name(f"copy-{len(self.copies)}")
+        folder = Path(filepath).parent
         # With the times of the files.
-        shutil.copytree(self.folder, copy)
+        copy = shutil.copytree(folder, folder.with_name(f"copy-{len(self.copies)}"))
         self.copies.append((Path(filepath), copy))
 
 
@@ -218,44 +212,44 @@ def by_steps(folder: Path) -> list[ModelCheckpoint]:
     ]
 
 
-def fit(keepers: Keepers, folder: Path, ckpt_path: Path | None = None, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Train, and return the trainer, and what the callbacks have written and noted."""
+def fit(keepers: Keepers, folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Train, and return what the callbacks have written and noted."""
     callbacks = keepers(folder)
-    run = trainer(Copying, max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options)
-    run.folder = folder
-    run.copies = []
-    run.is_resumed = ckpt_path is not None
-    run.fit(Moving(), ckpt_path=ckpt_path, **data())
-    result = {
+    train(Moving(), *callbacks, ckpt_path=ckpt_path, max_epochs=3, **options)
+    return {
         "best": [{Path(path).name: score.item() for path, score in each.best_k_models.items()} for each in callbacks],
         "score": [each.best_model_score for each in callbacks],
         "last": [Path(each.last_model_path).name for each in callbacks],
         "steps": {path.name: read(path)["global_step"] for path in folder.iterdir()},
     }
-    return run, result
 
 
-@pytest.mark.parametrize("keepers", [last_first, best_and_last, by_steps])
-@pytest.mark.parametrize("interval", [1.0, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("source", ["written", "last"])
-@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    ("keepers", "interval", "accumulate", "source"),
+    pairwise([last_first, best_and_last, by_steps], [1.0, 0.5], [1, 3], ["written", "last"]),
+)
+@pytest.mark.quick_cases(2)
 def test_a_run_that_is_killed_behind_any_write_has_the_same_best_files(
-    tmp_path: Path, keepers: Keepers, interval: float, accumulate: int, source: str
+    tmp_path: Path,
+    keepers: Keepers,
+    interval: float,
+    accumulate: int,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options: dict[str, Any] = {"val_check_interval": interval, "accumulate_grad_batches": accumulate}
     folder = tmp_path / "files"
-    run, expected = fit(keepers, folder, **options)
-    assert run.copies
-    for written, copy in run.copies:
+    monkeypatch.setattr(Copying, "copies", [])
+    expected = fit(keepers, folder, cls=Copying, **options)
+    assert Copying.copies
+    for written, copy in Copying.copies:
         shutil.rmtree(folder)
-        shutil.copytree(copy, folder)
-        shutil.rmtree(copy)
+        copy.rename(folder)
         if source == "last":
             written = folder / "last.ckpt"
         if not written.exists():
             continue
-        _, result = fit(keepers, folder, written, **options)
+        result = fit(keepers, folder, written, **options)
         if source == "written":
             # What the callback does with its files behind the write is lost with the process.
             for name in ("last", "steps"):
@@ -265,8 +259,7 @@ def test_a_run_that_is_killed_behind_any_write_has_the_same_best_files(
 
 def save_all(folder: Path, epochs: int, ckpt_path: Path | None = None, **options: Any) -> None:
     keeper = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    run = trainer(max_epochs=epochs, callbacks=[keeper], enable_checkpointing=True, **options)
-    run.fit(Moving(), ckpt_path=ckpt_path, **data())
+    train(Moving(), keeper, ckpt_path=ckpt_path, max_epochs=epochs, **options)
 
 
 def test_files_of_another_run_stay(tmp_path: Path) -> None:
@@ -336,29 +329,22 @@ def test_each_replaced_file_is_named_once(tmp_path: Path, plugins: list[Any], ca
     assert len([*tmp_path.iterdir()]) == 3
 
 
-def test_files_of_weights_alone_are_replaced(tmp_path: Path) -> None:
-    def keepers(folder: Path) -> list[ModelCheckpoint]:
-        whole = ModelCheckpoint(folder, "whole-{epoch}", save_top_k=-1)
-        weights = ModelCheckpoint(folder, "weights-{epoch}", "value", save_top_k=-1, save_weights_only=True)
-        return [whole, weights]
-
-    folder = tmp_path / "files"
-    _, expected = fit(keepers, folder)
-    make_older(folder / "whole-epoch=0.ckpt")
-    _, result = fit(keepers, folder, folder / "whole-epoch=0.ckpt")
-    assert result == expected
+def with_weights(folder: Path) -> list[ModelCheckpoint]:
+    weights = ModelCheckpoint(folder, "weights-{epoch}", "value", save_top_k=-1, save_weights_only=True)
+    return [ModelCheckpoint(folder, "first-{epoch}", save_top_k=-1), weights]
 
 
-def test_a_file_is_replaced_once(tmp_path: Path) -> None:
-    def keepers(folder: Path) -> list[ModelCheckpoint]:
-        return [ModelCheckpoint(folder, "same", "value", save_top_k=-1)]
+def with_versions(folder: Path) -> list[ModelCheckpoint]:
+    return [ModelCheckpoint(folder, "first", "value", save_top_k=-1)]
 
-    folder = tmp_path / "files"
-    _, expected = fit(keepers, folder)
-    make_older(folder / "same.ckpt")
-    _, result = fit(keepers, folder, folder / "same.ckpt")
-    assert result == expected
-    assert len(result["steps"]) == 3
+
+@pytest.mark.parametrize(("keepers", "first"), [(with_weights, "first-epoch=0.ckpt"), (with_versions, "first.ckpt")])
+def test_each_file_is_replaced_once(keepers: Keepers, first: str, tmp_path: Path) -> None:
+    """Those of weights alone, too, and those that have a number behind one name."""
+    expected = fit(keepers, tmp_path)
+    make_older(tmp_path / first)
+    assert fit(keepers, tmp_path, tmp_path / first) == expected
+    assert len(expected["steps"]) == 3 * len(keepers(tmp_path))
 
 
 def test_a_link_to_the_last_file_follows_a_run_that_was_killed(tmp_path: Path) -> None:
@@ -367,21 +353,18 @@ def test_a_link_to_the_last_file_follows_a_run_that_was_killed(tmp_path: Path) -
     def keepers(folder: Path) -> list[ModelCheckpoint]:
         return [ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last="link")]
 
-    folder = tmp_path / "files"
-    run, expected = fit(keepers, folder)
-    shutil.rmtree(folder)
-    # The first file does not know of the first link.
-    shutil.copytree(run.copies[0][1], folder)
-    (folder / "last.ckpt").symlink_to("epoch=0.ckpt")
-    _, result = fit(keepers, folder, folder / "last.ckpt")
-    assert result == expected
-    assert os.readlink(folder / "last.ckpt") == "epoch=2.ckpt"
+    expected = fit(keepers, tmp_path)
+    # Killed behind the first link.
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / "last.ckpt").symlink_to("epoch=0.ckpt")
+    for epoch in (1, 2):
+        (tmp_path / f"epoch={epoch}.ckpt").unlink()
+    assert fit(keepers, tmp_path, tmp_path / "last.ckpt") == expected
+    assert os.readlink(tmp_path / "last.ckpt") == "epoch=2.ckpt"
 
 
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_a_run_in_development_leaves_no_file(tmp_path: Path, save_last: Any) -> None:
     keepers = [ModelCheckpoint(tmp_path, monitor=name, save_last=save_last) for name in (None, "value")]
-    run = trainer(callbacks=keepers, enable_checkpointing=True, fast_dev_run=2)
-    run.fit(Moving(), **data())
-    assert run.global_step == 2
+    assert train(Moving(), *keepers, fast_dev_run=2).global_step == 2
     assert not list(tmp_path.iterdir())
