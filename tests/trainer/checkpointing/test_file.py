@@ -6,19 +6,22 @@ import os
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
-from equipoise import CheckpointError
+from equipoise import CheckpointError, DDPStrategy
 from equipoise.trainer.checkpointing.file import write_checkpoint
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
-from tests.support.equality import differences
+from tests.support.equality import assert_equal
 from tests.support.programs import Program
+from tests.support.trainer_runs import Small, loader, trainer
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     content = {"state_dict": {"a": torch.arange(3)}, "more": [1, "two", None, 3.5, True]}
     path = tmp_path / "new" / "folder" / "x.ckpt"
     write_checkpoint(content, path)
-    assert not list(differences(content, read_checkpoint(path)))
+    assert_equal(content, read_checkpoint(path))
     assert os.listdir(path.parent) == ["x.ckpt"]
     write_checkpoint({**content, "more": []}, str(path))
     assert read_checkpoint(path)["more"] == []
@@ -67,11 +70,17 @@ def test_permissions_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> 
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode) == mode
 
 
-def test_a_file_system_without_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: Any, **options: Any) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
+def failing(number: int) -> Any:
+    """A function that fails as those of the system do."""
 
-    monkeypatch.setattr(os, "chmod", refused)
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_file_system_without_permissions_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "chmod", failing(errno.EPERM))
     path = tmp_path / "x.ckpt"
     write_checkpoint({"state_dict": {}}, path)
     assert read_checkpoint(path) == {"state_dict": {}}
@@ -193,41 +202,38 @@ write_checkpoint({"state_dict": {"a": torch.zeros(20_000)}}, sys.argv[1])
 """
 
 
-def test_a_file_that_may_not_grow(kept: Path) -> None:
+def test_a_file_beyond_the_limit_of_the_process_is_an_error(kept: Path) -> None:
     with Program(FULL, str(kept)) as program:
         message = program.finish()[1].splitlines()[-1]
     assert message.startswith(f"equipoise.errors.CheckpointError: {str(kept)!r} cannot be written: ")
     assert "the file is larger than this process may write" in message
 
 
-def test_too_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mkstemp(**options: Any) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+def test_too_many_open_files_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkstemp", failing(errno.EMFILE))
     with pytest.raises(CheckpointError, match=r"x\.ckpt' cannot be written: .*ulimit -n.*set_sharing_strategy"):
         write_checkpoint({"state_dict": {}}, tmp_path / "x.ckpt")
 
 
 @pytest.mark.parametrize("moment", ["while writing", "at the end", "in fsync"])
-def test_a_full_disk(kept: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_a_full_disk_is_an_error_that_leaves_the_old_file(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    full = failing(errno.ENOSPC)
+
     class Full(io.BufferedWriter):
         def write(self, data: Any) -> int:
             if moment == "while writing" and self.tell() > 10_000:
-                raise OSError(errno.ENOSPC, "No space left on device")
+                full()
             return super().write(data)
 
         def flush(self) -> None:
             if moment == "at the end":
-                raise OSError(errno.ENOSPC, "No space left on device")
+                full()
             super().flush()
 
-    def fsync(handle: int) -> None:
-        if moment == "in fsync":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(os, "fdopen", lambda handle, mode: Full(io.FileIO(handle, "w")))
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", full if moment == "in fsync" else lambda handle: None)
     with pytest.raises(CheckpointError) as caught:
         write_checkpoint({"state_dict": {"a": torch.zeros(25_000)}}, kept)
     monkeypatch.undo()
@@ -237,11 +243,8 @@ def test_a_full_disk(kept: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -
     assert str(kept) in str(caught.value)
 
 
-def test_a_full_disk_that_has_no_place_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "mkdir", full)
+def test_a_full_disk_without_place_for_the_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "mkdir", failing(errno.ENOSPC))
     with pytest.raises(CheckpointError, match=r"x\.ckpt' cannot be written: the disk is full\. [\d,]+ bytes are free"):
         write_checkpoint({"state_dict": {}}, tmp_path / "new" / "x.ckpt")
     assert os.listdir(tmp_path) == []
@@ -253,3 +256,36 @@ def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path: Path) -> Non
     path.chmod(0o600)
     write_checkpoint({"state_dict": {}, "more": 1}, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+# In several processes
+
+
+class Saves(L.Callback):
+    """Saves where a file lies in place of the folder, goes on, and writes the errors of all processes."""
+
+    def __init__(self, path: Path, report: Path) -> None:
+        self.path = path
+        self.report = report
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        begin = time.monotonic()
+        with pytest.raises((CheckpointError, OSError)) as caught:
+            trainer.save_checkpoint(self.path)
+        assert time.monotonic() - begin < 60.0
+        seen = trainer.strategy.processes.gather_objects(f"{caught.type.__name__}: {caught.value}")
+        if trainer.is_global_zero:
+            self.report.write_text("\n".join(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_all_processes_learn_that_the_main_process_cannot_write(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    saves = Saves(tmp_path / "file" / name, tmp_path / "seen")
+    run = trainer(strategy=DDPStrategy(timeout=120.0), devices=2, callbacks=[saves])
+    run.fit(Small(), loader(4))
+    assert run.state.finished
+    first, second = (tmp_path / "seen").read_text().splitlines()
+    assert first.startswith(("FileExistsError: ", "NotADirectoryError: "))
+    assert second == f"CheckpointError: The main process could not write a checkpoint. {first}"

@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Mode
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.equality import assert_equal
+from tests.support.resumption import assert_resumes
 from tests.support.trainer_runs import trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -81,71 +83,56 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def fit(kind: str, folder: Path, ckpt_path: Path | None = None, strategy: str = "auto", devices: int = 1) -> Finetuned:
+def features() -> DataLoader[Any]:
+    """Two batches."""
+    return DataLoader(TensorDataset(torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)), batch_size=4)
+
+
+def switches_of(module: nn.Module) -> Any:
+    return [p.requires_grad for p in module.parameters()], [part.training for part in module.modules()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "devices"),
+    [
+        *((kind, "auto", 1) for kind in KINDS),
+        ("own", "dp", 2),
+        pytest.param("backbone", "dp", 2, marks=pytest.mark.slow),
+        pytest.param("backbone", "ddp_spawn", 2, marks=pytest.mark.slow),
+        pytest.param("own", "ddp_spawn", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_with_what_a_callback_had_frozen_or_thawed(
+    kind: str, strategy: str, devices: int, tmp_path: Path
+) -> None:
     make, module_class = KINDS[kind]
-    keepers: list[L.Callback] = [
-        ModelCheckpoint(folder, "step-{step}", every_n_train_steps=1, save_top_k=-1),
-        ModelCheckpoint(folder, "validated-{step}", "value", save_top_k=-1),
-    ]
-    if ckpt_path is not None:
-        keepers = []
-    features = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
-    module: Finetuned = module_class()
-    run = trainer(
-        max_epochs=EPOCHS,
-        callbacks=[make(), *keepers],
-        enable_checkpointing=bool(keepers),
-        strategy=strategy,
-        devices=devices,
-        num_sanity_val_steps=0,
-    )
-    run.fit(
-        module,
-        DataLoader(TensorDataset(features), batch_size=4),
-        DataLoader(TensorDataset(features)),
-        ckpt_path=ckpt_path,
-    )
-    return module
 
+    def run(callbacks: list[Any], path: Path | None) -> Any:
+        module = module_class()
+        run = trainer(
+            max_epochs=EPOCHS,
+            callbacks=[make(), *callbacks],
+            strategy=strategy,
+            devices=devices,
+            num_sanity_val_steps=0,
+        )
+        run.fit(module, features(), features(), ckpt_path=path)
+        return module, switches_of(module)
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for name, value in one.state_dict().items():
-        torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=1e-13)
-    assert [p.requires_grad for p in one.parameters()] == [p.requires_grad for p in other.parameters()]
-    assert [part.training for part in one.modules()] == [part.training for part in other.modules()]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_with_what_a_callback_had_turned(tmp_path: Path, kind: str) -> None:
-    expected = fit(kind, tmp_path)
-    files = sorted(tmp_path.glob("*.ckpt"))
-    assert len(files) == EPOCHS * 3
-    for path in files:
-        assert_same(expected, fit(kind, tmp_path, path))
-
-
-@pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])
-@pytest.mark.parametrize("kind", ["backbone", "own"])
-@pytest.mark.quick_cases(1)
-def test_on_several_devices(tmp_path: Path, kind: str, strategy: str) -> None:
-    expected = fit(kind, tmp_path, strategy=strategy, devices=2)
-    files = sorted(tmp_path.glob("*.ckpt"))
-    assert len(files) >= EPOCHS
-    for path in files[1::3]:
-        assert_same(expected, fit(kind, tmp_path, path, strategy=strategy, devices=2))
+    place = None if devices == 1 else 1
+    assert_resumes(run, tmp_path, ["on_train_batch_end", "on_validation_end"], first_epoch=place)
 
 
 def test_what_the_program_sets_before_training_is_no_matter_of_the_checkpoint(tmp_path: Path) -> None:
     """A user may freeze a part in the run that continues."""
     module = AllOptimized()
     first = trainer(max_epochs=1)
-    data = DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), batch_size=2)
-    first.fit(module, data)
+    first.fit(module, features())
     first.save_checkpoint(tmp_path / "a.ckpt")
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["equipoise"]["switches"] == {}
     frozen = AllOptimized()
     frozen.backbone.requires_grad_(False)
-    trainer(max_epochs=2).fit(frozen, data, ckpt_path=tmp_path / "a.ckpt")
+    trainer(max_epochs=2).fit(frozen, features(), ckpt_path=tmp_path / "a.ckpt")
     assert not any(parameter.requires_grad for parameter in frozen.backbone.parameters())
 
 
@@ -173,12 +160,11 @@ class TwoOptimizers(AllOptimized):
 
 
 def test_what_is_switched_off_for_a_moment_is_on_in_the_run_that_goes_on(tmp_path: Path) -> None:
-    data = DataLoader(TensorDataset(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)), batch_size=2)
     expected = TwoOptimizers(fails=False)
-    trainer(max_epochs=3).fit(expected, data)
+    trainer(max_epochs=3).fit(expected, features())
     keeper = ModelCheckpoint(tmp_path, "failed", save_on_exception=True, save_top_k=0)
     with pytest.raises(ArithmeticError):
-        trainer(max_epochs=3, callbacks=[keeper], enable_checkpointing=True).fit(TwoOptimizers(fails=True), data)
+        trainer(max_epochs=3, callbacks=[keeper], enable_checkpointing=True).fit(TwoOptimizers(fails=True), features())
     resumed = TwoOptimizers(fails=False)
-    trainer(max_epochs=3).fit(resumed, data, ckpt_path=tmp_path / "failed.ckpt")
-    assert_same(expected, resumed)
+    trainer(max_epochs=3).fit(resumed, features(), ckpt_path=tmp_path / "failed.ckpt")
+    assert_equal((expected, switches_of(expected)), (resumed, switches_of(resumed)))
