@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer
+from tests.support.trainer_runs import Small, Validated, loader, trainer
 
 
 @pytest.mark.parametrize(("error", "is_training"), [(KeyboardInterrupt, True), (ArithmeticError, False)])
@@ -17,19 +17,6 @@ def test_an_interrupt_restores_the_modes_and_an_error_does_not(error: type[BaseE
     with pytest.raises(error):
         trainer().validate(module, loader(1), verbose=False)
     assert module.training is is_training
-
-
-def test_the_index_of_the_loader_is_an_argument_where_there_are_several() -> None:
-    def takes_none(self: Any, batch: Any, batch_idx: int) -> None: ...
-
-    def requires_it(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
-
-    for step, data, part in (
-        (takes_none, [loader(), loader()], "does not take their index. Add `dataloader_idx=0`"),
-        (requires_it, loader(), "asks for `dataloader_idx`. Leave it out or give it a default"),
-    ):
-        module = type("Module", (Small,), {"test_step": step})()
-        refuses(lambda m=module, d=data: trainer().test(m, d), part, error=RuntimeError)
 
 
 def test_results_are_shown_by_loader(capsys: pytest.CaptureFixture[str]) -> None:

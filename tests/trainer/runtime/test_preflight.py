@@ -44,143 +44,119 @@ def scheduled(module: nn.Module, scheduler: Callable[[SGD], Any] = lambda o: Ste
 def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
 
 
-NO_STEP: dict[str, tuple[list[str], list[str]]] = {
-    "no training step": (["configure_optimizers"], ["`fit` needs `training_step`", "`training_step`. Define it"]),
-    "a mistyped one": (["trainig_step", "configure_optimizers"], ["`training_step`. Rename `trainig_step`"]),
-    "no optimiser": (["training_step"], ["Module does not define `configure_optimizers`", "Define it"]),
-}
-
-
-@pytest.mark.parametrize("name", NO_STEP)
-def test_a_method_that_is_missing(name: str) -> None:
-    methods, parts = NO_STEP[name]
-    refuses_fit(type("Module", (L.LightningModule,), dict.fromkeys(methods, nothing))(), *parts)
-
-
-@pytest.mark.parametrize(
-    ("entry", "step"), [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")]
-)
-def test_no_evaluation_step(entry: str, step: str) -> None:
-    call = getattr(trainer(), entry)
-    refuses(lambda: call(L.LightningModule(), loader()), f"`{entry}`", f"`{step}`", "LightningModule", "Define")
-
-
-@pytest.mark.parametrize(
-    ("model", "parts"),
-    [
-        (nn.Linear(2, 1), ["LightningModule", "torch.nn.modules.linear.Linear"]),
-        ("resnet", ["LightningModule", "builtins.str"]),
-        (loader(), ["LightningModule", "DataLoader"]),
-        (Small, ["not a class", "`Small(...)`"]),
-        (None, ["needs a module", "none was passed", "no run before"]),
-    ],
-    ids=["nn.Module", "str", "loader", "class", "None"],
-)
-def test_not_a_lightning_module(model: Any, parts: list[str]) -> None:
-    refuses_fit(model, *parts)
-
-
 IN_TURN = ["`Module.training_step`", "`optimizer_idx`", "GAN", "self.automatic_optimization = False"]
 PULLS = [
     "`Module.training_step(dataloader_iter)`",
     "`training_step(self, batch, batch_idx)`",
     "accumulate_grad_batches",
 ]
-WRONG: list[tuple[dict[str, Any], list[str]]] = [
-    ({"training_epoch_end": nothing}, ["`Module.training_epoch_end`", "Lightning 1.x", "Use `on_train_epoch_end`"]),
-    ({"validation_epoch_end": nothing}, ["Lightning 1.x", "Use `on_validation_epoch_end`"]),
-    ({"test_epoch_end": nothing}, ["Lightning 1.x", "Use `on_test_epoch_end`"]),
-    ({"training_step": lambda self, batch, batch_idx, optimizer_idx: None}, IN_TURN),
-    ({"training_step": lambda self, batch, batch_idx, optimizer_idx=None: None}, IN_TURN),
-    ({"training_step": lambda self, batch, batch_idx, other: None}, ["`Module.training_step`", "(self, batch, batch"]),
-    ({"training_step": lambda self: None}, ["`Module.training_step`", "(self, batch, batch_idx)"]),
-    ({"training_step": lambda self, dataloader_iter: None}, PULLS),
-    ({"training_step": lambda self, dataloader_iter, batch_idx: None}, PULLS),
-    ({"configure_callbacks": lambda self: [EarlyStopping]}, ["the class EarlyStopping", "EarlyStopping(...)"]),
-]
+BARE = L.LightningModule
 
 
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_evaluation_steps_that_pull_their_batches(entry: str) -> None:
-    step = "validation_step" if entry == "validate" else f"{entry}_step"
-    module = type("Module", (Small,), {step: lambda self, dataloader_iter: None})()
+@pytest.mark.parametrize(
+    ("base", "methods", "words"),
+    [
+        (BARE, {"configure_optimizers": nothing}, ["`fit` needs `training_step`", "`training_step`. Define it"]),
+        (BARE, {"trainig_step": nothing, "configure_optimizers": nothing}, ["Rename `trainig_step`"]),
+        (BARE, {"training_step": nothing}, ["Module does not define `configure_optimizers`", "Define it"]),
+        (Small, {"training_epoch_end": nothing}, ["`Module.training_epoch_end`", "Use `on_train_epoch_end`"]),
+        (Small, {"validation_epoch_end": nothing}, ["Lightning 1.x", "Use `on_validation_epoch_end`"]),
+        (Small, {"test_epoch_end": nothing}, ["Lightning 1.x", "Use `on_test_epoch_end`"]),
+        (Small, {"training_step": lambda self, batch, batch_idx, optimizer_idx: None}, IN_TURN),
+        (Small, {"training_step": lambda self, batch, batch_idx, optimizer_idx=None: None}, IN_TURN),
+        (Small, {"training_step": lambda self, batch, batch_idx, other: None}, ["(self, batch, batch_idx)"]),
+        (Small, {"training_step": lambda self: None}, ["`Module.training_step`", "(self, batch, batch_idx)"]),
+        (Small, {"training_step": lambda self, dataloader_iter: None}, PULLS),
+        (Small, {"training_step": lambda self, dataloader_iter, batch_idx: None}, PULLS),
+        (Small, {"configure_callbacks": lambda self: [EarlyStopping]}, ["the class EarlyStopping", "EarlyStopping(.."]),
+    ],
+)
+def test_a_method_that_is_missing_or_wrong_is_refused(base: Any, methods: dict[str, Any], words: list[str]) -> None:
+    refuses_fit(type("Module", (base,), methods)(), *words)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear(2, 1), ["LightningModule", "torch.nn.modules.linear.Linear"]),
+        ("resnet", ["LightningModule", "builtins.str"]),
+        (Small, ["not a class", "`Small(...)`"]),
+        (None, ["needs a module", "none was passed", "no run before"]),
+    ],
+    ids=["nn.Module", "str", "class", "None"],
+)
+def test_what_is_no_lightning_module_is_refused(model: Any, words: list[str]) -> None:
+    refuses_fit(model, *words)
+
+
+ENTRIES = [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")]
+
+
+@pytest.mark.parametrize(("entry", "step"), ENTRIES)
+def test_an_evaluation_step_that_is_missing_or_pulls_its_batches_is_refused(entry: str, step: str) -> None:
     call = getattr(trainer(), entry)
-    refuses(lambda: call(module, loader()), f"`Module.{step}(dataloader_iter)`", f"`{step}(self, batch, batch_idx)`")
+    refuses(lambda: call(BARE(), loader()), f"`{entry}`", f"`{step}`", "LightningModule", "Define")
+    pulls = type("Module", (Small,), {step: lambda self, dataloader_iter: None})()
+    refuses(lambda: call(pulls, loader()), f"`Module.{step}(dataloader_iter)`", f"`{step}(self, batch, batch_idx)`")
 
 
-@pytest.mark.parametrize(("methods", "parts"), WRONG)
-def test_a_method_that_is_wrong(methods: dict[str, Any], parts: list[str]) -> None:
-    refuses_fit(type("Module", (Small,), methods)(), *parts)
+REQUIRED = "asks for `dataloader_idx`. Leave it out or give it a default"
+LACKING = "does not take their index. Add `dataloader_idx=0`"
 
 
-@pytest.mark.parametrize("step", ["validation_step", "on_validation_batch_start", "on_validation_batch_end"])
-@pytest.mark.parametrize("several", [False, True], ids=["one loader", "several loaders"])
-def test_arguments_of_evaluation(step: str, several: bool) -> None:
-    methods: dict[str, Any] = {
-        "validation_step": (lambda self, batch, batch_idx, dataloader_idx: None),
-        "on_validation_batch_start": (lambda self, batch, batch_idx, dataloader_idx: None),
-        "on_validation_batch_end": (lambda self, outputs, batch, batch_idx, dataloader_idx: None),
-    }
-    if several:
-        methods = {
-            "validation_step": (lambda self, batch, batch_idx: None),
-            "on_validation_batch_start": (lambda self, batch, batch_idx: None),
-            "on_validation_batch_end": (lambda self, outputs, batch, batch_idx: None),
-        }
-    module = type("Module", (Validated,), {step: methods[step]})()
-    data = (loader(), [loader(), loader()] if several else loader())
-    remedy = "`dataloader_idx=0`" if not several else "Add `dataloader_idx=0`"
+@pytest.mark.parametrize(
+    ("entry", "hook", "method", "several", "words"),
+    [
+        ("validate", "validation_step", lambda self, batch, batch_idx, dataloader_idx: None, False, REQUIRED),
+        ("validate", "validation_step", lambda self, batch, batch_idx: None, True, LACKING),
+        ("validate", "on_validation_batch_start", lambda self, batch, index, dataloader_idx: None, False, "idx=0`"),
+        ("validate", "on_validation_batch_start", lambda self, batch, index: None, True, "Add `dataloader_idx=0`"),
+        ("validate", "on_validation_batch_end", lambda self, out, batch, idx, dataloader_idx: None, False, "idx=0`"),
+        ("validate", "on_validation_batch_end", lambda self, out, batch, idx: None, True, "Add `dataloader_idx=0`"),
+        ("test", "test_step", lambda self, batch, batch_idx, dataloader_idx: None, False, REQUIRED),
+        ("test", "test_step", lambda self, batch, batch_idx: None, True, LACKING),
+        ("predict", "predict_step", lambda self, batch, batch_idx: None, True, "Add `dataloader_idx=0`"),
+    ],
+)
+def test_the_index_of_the_loader_is_an_argument_where_there_are_several(
+    entry: str, hook: str, method: Any, several: bool, words: str
+) -> None:
+    module = type("Module", (Validated,), {hook: method})()
+    data = [loader(), loader()] if several else loader()
     # Lightning raises a RuntimeError.
-    refuses(lambda: trainer().fit(module, *data), f"`Module.{step}`", remedy, error=ConfigurationRuntimeError)
-
-
-def test_arguments_of_prediction() -> None:
-    module = type("Module", (Small,), {"predict_step": lambda self, batch, batch_idx: None})()
-    refuses(lambda: trainer().predict(module, [loader(), loader()]), "`Module.predict_step`", "Add `dataloader_idx=0`")
+    error = ConfigurationRuntimeError
+    refuses(lambda: getattr(trainer(), entry)(module, data), f"`Module.{hook}`", words, error=error)
+    if entry == "validate":
+        refuses(lambda: trainer().fit(module, loader(), data), f"`Module.{hook}`", words, error=error)
 
 
 # Optimisers and schedulers
 
-NO_OPTIMIZER: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a name": (lambda m: "adam", "'adam' of type str"),
-    "a number": (lambda m: 0.1, "0.1 of type float"),
-    "the class": (lambda m: SGD, "the class SGD"),
-    "parameters": (lambda m: list(m.parameters()), "a list of Parameter, Parameter"),
-    "a module": (lambda m: m, "something of type Module"),
-    "a method": (lambda m: m.configure_optimizers, "something of type method"),
-    "an empty list": (lambda m: [], "an empty list"),
-    "an empty tuple": (lambda m: (), "an empty tuple"),
-    "an empty dictionary": (lambda m: {}, "keys []"),
-    "two empty lists": (lambda m: ([], []), "a tuple of list, list"),
-    "a mistyped key": (lambda m: {"optimiser": sgd(m)}, "keys ['optimiser']"),
-    "a dictionary with None": (lambda m: {"optimizer": None}, "under 'optimizer' is None"),
-    "a dictionary with a name": (lambda m: {"optimizer": "adam"}, "'adam' of type str"),
-    "a dictionary of schedulers": (lambda m: {"lr_scheduler": StepLR(sgd(m), 1)}, "no 'optimizer'"),
-    "None among others": (lambda m: [sgd(m), None], "a list of SGD, NoneType"),
-    "lists the wrong way round": (lambda m: ([StepLR(sgd(m), 1)], [sgd(m)]), "a tuple of list, list"),
-    "three lists": (lambda m: ([sgd(m)], [], []), "a tuple of list, list, list"),
-    "a pair": (lambda m: (sgd(m), StepLR(sgd(m), 1)), "a tuple of SGD, StepLR"),
-    "nested lists": (lambda m: [[sgd(m)]], "a list of list"),
-    "dictionaries and others": (lambda m: [{"optimizer": sgd(m)}, sgd(m)], "a list of dict, SGD"),
-    "a set": (lambda m: {sgd(m)}, "something of type set"),
-}
+FORMS = "It may return an optimiser"
 
-
-@pytest.mark.parametrize("name", NO_OPTIMIZER)
-def test_configure_optimizers_returns_nonsense(name: str) -> None:
-    configure, received = NO_OPTIMIZER[name]
-    refuses_fit(with_optimizers(configure), "`configure_optimizers` returned", received, "It may return an optimiser")
-
-
-def test_nonsense_is_refused_in_manual_optimisation_too() -> None:
-    module = with_optimizers(lambda m: "adam")
-    module.automatic_optimization = False
-    refuses_fit(module, "'adam'")
-
-
-NO_SCHEDULER: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
-    "the class": (lambda m: scheduled(m, lambda o: StepLR), ["the class StepLR", "StepLR(optimizer, 10)"]),
-    "a name": (lambda m: scheduled(m, lambda o: "cosine"), ["'cosine' of type str", "StepLR(optimizer, 10)"]),
+CONFIGURED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    # No optimisers.
+    "a name": (lambda m: "adam", [FORMS, "'adam' of type str"]),
+    "the class": (lambda m: SGD, [FORMS, "the class SGD"]),
+    "parameters": (lambda m: list(m.parameters()), [FORMS, "a list of Parameter, Parameter"]),
+    "a module": (lambda m: m, [FORMS, "something of type Module"]),
+    "an empty list": (lambda m: [], [FORMS, "an empty list"]),
+    "an empty tuple": (lambda m: (), [FORMS, "an empty tuple"]),
+    "an empty dictionary": (lambda m: {}, [FORMS, "keys []"]),
+    "two empty lists": (lambda m: ([], []), [FORMS, "a tuple of list, list"]),
+    "a mistyped key": (lambda m: {"optimiser": sgd(m)}, [FORMS, "keys ['optimiser']"]),
+    "a dictionary with None": (lambda m: {"optimizer": None}, [FORMS, "under 'optimizer' is None"]),
+    "a dictionary with a name": (lambda m: {"optimizer": "adam"}, [FORMS, "'adam' of type str"]),
+    "a dictionary of schedulers": (lambda m: {"lr_scheduler": StepLR(sgd(m), 1)}, [FORMS, "no 'optimizer'"]),
+    "None among others": (lambda m: [sgd(m), None], [FORMS, "a list of SGD, NoneType"]),
+    "the wrong way round": (lambda m: ([StepLR(sgd(m), 1)], [sgd(m)]), [FORMS, "a tuple of list, list"]),
+    "three lists": (lambda m: ([sgd(m)], [], []), [FORMS, "a tuple of list, list, list"]),
+    "a pair": (lambda m: (sgd(m), StepLR(sgd(m), 1)), [FORMS, "a tuple of SGD, StepLR"]),
+    "nested lists": (lambda m: [[sgd(m)]], [FORMS, "a list of list"]),
+    "dictionaries and others": (lambda m: [{"optimizer": sgd(m)}, sgd(m)], [FORMS, "a list of dict, SGD"]),
+    # No schedulers.
+    "a class": (lambda m: scheduled(m, lambda o: StepLR), ["the class StepLR", "StepLR(optimizer, 10)"]),
+    "another name": (lambda m: scheduled(m, lambda o: "cosine"), ["'cosine' of type str", "StepLR(optimizer, 10)"]),
     "None": (lambda m: {"optimizer": sgd(m), "lr_scheduler": None}, ["returned None", "leave it out"]),
     "no scheduler": (
         lambda m: {"optimizer": sgd(m), "lr_scheduler": {"interval": "step"}},
@@ -196,10 +172,16 @@ NO_SCHEDULER: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_SCHEDULER)
-def test_configure_optimizers_returns_no_scheduler(name: str) -> None:
-    configure, parts = NO_SCHEDULER[name]
-    refuses_fit(with_optimizers(configure), *parts)
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_what_configure_optimizers_may_not_return_is_refused(name: str) -> None:
+    configure, words = CONFIGURED[name]
+    refuses_fit(with_optimizers(configure), "`configure_optimizers` returned" if FORMS in words else "", *words)
+
+
+def test_manual_optimisation_is_refused_what_is_no_optimiser_too() -> None:
+    module = with_optimizers(lambda m: "adam")
+    module.automatic_optimization = False
+    refuses_fit(module, "'adam'")
 
 
 # Data
@@ -210,54 +192,40 @@ EMPTY: dict[str, Callable[[], Any]] = {
     "drop_last": lambda: DataLoader(TensorDataset(torch.ones(1, 2)), batch_size=2, drop_last=True),
     "an empty list": list,
 }
-UNSIZED: dict[str, Callable[[], Any]] = {
-    "a stream without samples": lambda: DataLoader(Stream(0), batch_size=2),
-    "a spent iterator": lambda: iter(()),
-}
 STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 
 
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_empty_loader(stage: str, name: str) -> None:
+def test_an_empty_loader_is_refused(stage: str, name: str) -> None:
     empty, module = EMPTY[name](), Validated() if stage == "val" else Small()
-    parts = [f"the {stage} loader", f"limit_{stage}_batches=0"]
-    refuses(lambda: getattr(trainer(), STAGES[stage])(module, empty), "at least one batch", *parts)
+    words = [f"the {stage} loader", f"limit_{stage}_batches=0"]
+    refuses(lambda: getattr(trainer(), STAGES[stage])(module, empty), "at least one batch", *words)
     assert not module.ran
 
 
-@pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("sanity", [0, 2])
-def test_an_empty_validation_loader_in_a_fit(name: str, sanity: int) -> None:
-    module = Validated()
-    call = lambda: trainer(num_sanity_val_steps=sanity).fit(module, loader(), EMPTY[name]())  # noqa: E731
-    refuses(call, "at least one batch")
-    assert not module.ran
+def test_an_empty_validation_loader_is_refused_in_a_fit(sanity: int) -> None:
+    refuses_fit(Validated(), "at least one batch", data=(loader(), []), num_sanity_val_steps=sanity)
 
 
-@pytest.mark.parametrize("name", UNSIZED)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loader_without_length_that_turns_out_empty(stage: str, name: str) -> None:
+def test_a_loader_without_length_that_turns_out_empty_is_a_warning(stage: str) -> None:
     """It may have something in the next pass, so the run continues, as Lightning's does."""
-    module = Validated() if stage == "val" else Small()
-    with pytest.warns(UserWarning, match="without length gave no batch in this pass"):
-        getattr(trainer(), STAGES[stage])(module, UNSIZED[name]())
-    assert not module.ran
+    for unsized in (DataLoader(Stream(0), batch_size=2), iter(())):
+        module = Validated() if stage == "val" else Small()
+        with pytest.warns(UserWarning, match="without length gave no batch in this pass"):
+            getattr(trainer(), STAGES[stage])(module, unsized)
+        assert not module.ran
 
 
-def test_empty_epochs_without_end() -> None:
+def test_empty_epochs_without_end_are_refused() -> None:
     module = Small()
     with pytest.warns(UserWarning, match="gave no batch in this pass"):
         refuses_fit(module, "max_epochs=-1", "forever", "a number", data=iter(()), max_epochs=-1, max_steps=5)
 
 
-def test_one_of_several_loaders_is_empty() -> None:
-    empty = DataLoader(NOTHING, batch_size=2)
-    refuses_fit(Validated(), "the val loader", "is empty", data=(loader(), [loader(), empty]))
-    refuses_fit(Small(), "the train loader", "is empty", data=[loader(), empty])
-
-
-def test_an_iterator_can_be_read_once() -> None:
+def test_an_iterator_that_was_read_is_a_warning() -> None:
     module = Small()
     batches = iter([[torch.ones(2, 2)]])
     with pytest.warns(UserWarning, match="list_iterator without length gave no batch.*once only.*a list"):
@@ -265,20 +233,51 @@ def test_an_iterator_can_be_read_once() -> None:
     assert module.ran == ["training"]
 
 
-def test_an_empty_loader_of_a_data_module() -> None:
-    data = type("Data", (L.LightningDataModule,), {"train_dataloader": lambda self: DataLoader(NOTHING)})()
-    refuses_fit(Small(), "`Data.train_dataloader()` is empty", "limit_train_batches=0", data=data)
+def data_module(given: Any) -> L.LightningDataModule:
+    """A data module whose training loader is given."""
+    return type("Data", (L.LightningDataModule,), {"train_dataloader": lambda self: given})()
 
 
-@pytest.mark.parametrize("given", [3, object(), Data], ids=["int", "object", "class"])
-def test_no_loader(given: Any) -> None:
+@pytest.mark.parametrize("given", [3, Data], ids=["int", "class"])
+def test_what_cannot_be_iterated_is_no_loader(given: Any) -> None:
     refuses_fit(Small(), "must be iterable", "the train loader", "Pass a DataLoader", data=given)
-    data = type("Data", (L.LightningDataModule,), {"train_dataloader": lambda self: given})()
-    refuses_fit(Small(), "must be iterable", "`Data.train_dataloader()` is", data=data)
+    refuses_fit(Small(), "must be iterable", "`Data.train_dataloader()` is", data=data_module(given))
+
+
+def empty() -> DataLoader[Any]:
+    return DataLoader(NOTHING, batch_size=2)
+
+
+FEW = {"val_check_interval": 4}
+HALF = {"val_check_interval": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "options", "words"),
+    [
+        (Small, lambda: data_module(empty()), {}, ["`Data.train_dataloader()` is empty", "limit_train_batches=0"]),
+        (Small, lambda: [loader(), empty()], {}, ["the train loader", "is empty"]),
+        (Validated, lambda: (loader(), [loader(), empty()]), {}, ["the val loader", "is empty"]),
+        # One message: what else is amiss can wait.
+        (Validated, L.LightningDataModule, {}, ["There is no train loader"]),
+        (Validated, lambda: (loader(3), loader()), FEW, ["val_check_interval=4", "training batches, 3"]),
+        (Validated, lambda: (DataLoader(Stream(4)), loader()), HALF, ["=0.5 is a fraction", "no length"]),
+        (Small, lambda: CombinedLoader([loader(), loader()], "sequential"), {}, ["'sequential'", "'max_size_cycle'"]),
+    ],
+)
+def test_data_of_a_fit_that_cannot_be_are_refused(
+    module: type[Small], data: Callable[[], Any], options: dict[str, Any], words: list[str]
+) -> None:
+    refuses_fit(module(), *words, data=data(), **options)
+
+
+def test_loaders_that_are_read_together_are_refused_by_predict() -> None:
+    together = CombinedLoader([loader(), loader()], "max_size")
+    refuses(lambda: trainer().predict(Small(), together), "one after the other", "CombinedLoader(mode='sequential')")
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
-def test_no_loader_at_all(entry: str) -> None:
+def test_a_missing_loader_is_refused(entry: str) -> None:
     stage = {"fit": "train", "validate": "val"}.get(entry, entry)
     parts = [f"There is no {stage} loader", f"`{stage}_dataloader`"]
     refuses(lambda: getattr(trainer(), entry)(Validated()), *parts, "Validated")
@@ -287,7 +286,7 @@ def test_no_loader_at_all(entry: str) -> None:
 
 
 @pytest.mark.parametrize("data", [{"datamodule": Data()}, {"train_dataloaders": loader(), "val_dataloaders": loader()}])
-def test_a_validation_loader_without_validation_step(data: dict[str, Any]) -> None:
+def test_a_validation_loader_without_validation_step_is_a_warning(data: dict[str, Any]) -> None:
     """As in Lightning, one warning, and training continues."""
     module = Small()
     with pytest.warns(UserWarning, match="Small has no `validation_step`: it will not be validated") as caught:
@@ -296,7 +295,7 @@ def test_a_validation_loader_without_validation_step(data: dict[str, Any]) -> No
     assert module.ran == ["training"] * 3
 
 
-def test_a_validation_step_without_validation_loader() -> None:
+def test_a_validation_step_without_validation_loader_is_a_warning() -> None:
     module = Validated()
     with pytest.warns(UserWarning, match="no validation loader: it will not be validated") as caught:
         trainer().fit(module, loader())
@@ -304,12 +303,7 @@ def test_a_validation_step_without_validation_loader() -> None:
     assert module.ran == ["training"] * 3
 
 
-def test_an_error_comes_without_warnings() -> None:
-    """One message: what else is amiss can wait."""
-    refuses_fit(Validated(), "There is no train loader", data=L.LightningDataModule())
-
-
-def test_data_twice() -> None:
+def test_data_given_twice_are_refused() -> None:
     both = ["Both loaders and a datamodule", "one of them"]
     refuses(lambda: trainer().fit(Small(), loader(), datamodule=Data()), *both)
     refuses(lambda: trainer().fit(Small(), val_dataloaders=loader(), datamodule=Data()), *both)
@@ -319,7 +313,7 @@ def test_data_twice() -> None:
 
 
 @pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
-def test_a_limit_that_leaves_nothing(stage: str) -> None:
+def test_a_limit_that_leaves_no_batch_is_refused(stage: str) -> None:
     option = f"limit_{stage}_batches"
     entry = {"train": "fit", "val": "validate"}.get(stage, stage)
     module = Validated() if stage == "val" else Small()
@@ -327,17 +321,3 @@ def test_a_limit_that_leaves_nothing(stage: str) -> None:
     refuses(lambda: call(module, loader(3)), f"{option}=0.1 of the 3 batches", f"{option}=0.3333")
     refuses(lambda: call(module, DataLoader(Stream(4))), f"{option}=0.1 is a fraction", "no length", "or 1.0")
     assert not module.ran
-
-
-def test_validation_that_never_comes() -> None:
-    data = (loader(3), loader())
-    refuses_fit(Validated(), "val_check_interval=4", "training batches, 3", data=data, val_check_interval=4)
-    data = (DataLoader(Stream(4)), loader())
-    refuses_fit(Validated(), "val_check_interval=0.5 is a fraction", "no length", data=data, val_check_interval=0.5)
-
-
-def test_modes_of_combined_loaders() -> None:
-    sequential = CombinedLoader([loader(), loader()], "sequential")
-    refuses_fit(Small(), "'sequential'", "cannot train", "'max_size_cycle'", data=sequential)
-    together = CombinedLoader([loader(), loader()], "max_size")
-    refuses(lambda: trainer().predict(Small(), together), "one after the other", "CombinedLoader(mode='sequential')")
