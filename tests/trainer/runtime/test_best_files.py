@@ -7,40 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
-from tests.support.trainer_runs import trainer
+from tests.support.trainer_runs import Validated, loader, trainer
 
 EPOCHS = 8
 
 
-class Valued(L.LightningModule):
-    """One weight; the value of each epoch is given."""
+class Valued(Validated):
+    """The value of each epoch is given."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__()
         self.values = values
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self.weight - batch.mean()).square()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("value", self.values[self.current_epoch])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(folder: Path | str, values: list[float], epochs: int, ckpt_path: Any = None, **options: Any) -> Any:
     """Train, and return the callback that keeps the best."""
     keeper = ModelCheckpoint(folder, "{epoch}", **{"monitor": "value", "save_last": True, **options})
     run = trainer(max_epochs=epochs, callbacks=[keeper], enable_checkpointing=True)
-    run.fit(Valued(values), DataLoader(torch.ones(2)), DataLoader(torch.ones(1)), ckpt_path=ckpt_path)
+    run.fit(Valued(values), loader(2), loader(1), ckpt_path=ckpt_path)
     return keeper
 
 
@@ -60,9 +51,8 @@ def memory() -> Iterator[Any]:
     system.store.clear()
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-@pytest.mark.parametrize("save_top_k", [1, 3, -1])
-def test_the_best_is_that_of_an_undisturbed_run(tmp_path: Path, mode: str, save_top_k: int) -> None:
+@pytest.mark.parametrize(("mode", "save_top_k"), [("min", 1), ("max", 3), ("min", 3), ("max", -1)])
+def test_the_best_file_is_that_of_an_undisturbed_run(tmp_path: Path, mode: str, save_top_k: int) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     drawn = random.Random(seed)
@@ -86,7 +76,7 @@ def test_the_best_is_that_of_an_undisturbed_run(tmp_path: Path, mode: str, save_
     assert torch.load(keeper.best_model_path, weights_only=True)["epoch"] == epoch
 
 
-def test_fewer_are_kept_than_then(tmp_path: Path) -> None:
+def test_a_resumed_run_may_keep_fewer_files(tmp_path: Path) -> None:
     values = [3.0, 1.0, 2.0, 5.0]
     fit(tmp_path / "a", values, 3, save_top_k=3)
     keeper = fit(tmp_path / "b", values, 4, tmp_path / "a" / "last.ckpt", save_top_k=1)
@@ -94,7 +84,7 @@ def test_fewer_are_kept_than_then(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["last.ckpt"]
 
 
-def test_a_folder_that_was_moved_or_copied(tmp_path: Path) -> None:
+def test_best_files_are_found_in_a_folder_that_was_moved_or_copied(tmp_path: Path) -> None:
     values = [1.0, 2.0, 3.0]
     fit(tmp_path / "a" / "run", values, 2)
     shutil.copytree(tmp_path / "a" / "run", tmp_path / "copy")

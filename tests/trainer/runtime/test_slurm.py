@@ -214,34 +214,40 @@ def start_program_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "_fits", Counter())
 
 
+def interrupted(folder: Any, number: signal.Signals) -> Any:
+    """A fit that a signal ends; returns the code with which the program would exit."""
+    with pytest.raises(SIGTERMException) as ended:
+        trainer(default_root_dir=folder).fit(Signalled(number), loader())
+    return ended.value.code
+
+
+def completed(folder: Any) -> Any:
+    """A fit that nobody interrupts; returns its trainer."""
+    run = trainer(default_root_dir=folder)
+    run.fit(Small(), loader())
+    assert run.global_step == 3
+    return run
+
+
 @pytest.mark.usefixtures("job")
 def test_sigterm_saves_and_does_not_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes before a job is killed, also by `scancel`; Slurm puts a preempted job back by itself."""
-    with pytest.raises(SIGTERMException) as ended:
-        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGTERM), loader())
-    assert ended.value.code is None
+    assert interrupted(tmp_path, signal.SIGTERM) is None
     assert (tmp_path / "slurm-77.ckpt").is_file()
     start_program_again(monkeypatch)
-    run = trainer(default_root_dir=tmp_path)
-    run.fit(Small(), loader())
-    assert run.loaded_ckpt_path is None  # Slurm has not started this job again
+    assert completed(tmp_path).loaded_ckpt_path is None  # Slurm has not started this job again
     assert not (tmp_path / "slurm-77.ckpt").exists()
 
 
 @pytest.mark.usefixtures("job")
-def test_slurm_does_not_take_the_job_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_slurm_does_not_take_back_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    refused = pytest.warns(UserWarning, match="`scontrol requeue 77` failed: .*exit code 75. Submit it again")
-    with refused, pytest.raises(SIGTERMException) as ended:
-        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGUSR1), loader())
-    assert ended.value.code == os.EX_TEMPFAIL
+    with pytest.warns(UserWarning, match="`scontrol requeue 77` failed: .*exit code 75. Submit it again"):
+        assert interrupted(tmp_path, signal.SIGUSR1) == os.EX_TEMPFAIL
     assert signal.getsignal(signal.SIGUSR1) == before
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     start_program_again(monkeypatch)
-    run = trainer(default_root_dir=tmp_path)
-    run.fit(Small(), loader())
-    assert str(run.loaded_ckpt_path) == str(tmp_path / "slurm-77.ckpt")
-    assert run.global_step == 3
+    assert str(completed(tmp_path).loaded_ckpt_path) == str(tmp_path / "slurm-77.ckpt")
 
 
 @pytest.mark.usefixtures("job")
@@ -252,20 +258,16 @@ def test_a_job_whose_folder_is_a_url(
     monkeypatch.setattr(files, "store", {})
     monkeypatch.chdir(tmp_path)
     url = "memory://job/"
-    with pytest.raises(SIGTERMException):
-        trainer(default_root_dir=url).fit(Signalled(signal.SIGTERM), loader())
+    interrupted(url, signal.SIGTERM)
     assert files.exists("memory://job/slurm-77.ckpt")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     start_program_again(monkeypatch)
-    run = trainer(default_root_dir=url)
-    run.fit(Small(), loader())
-    assert run.loaded_ckpt_path == "memory://job/slurm-77.ckpt"
-    assert run.global_step == 3
+    assert completed(url).loaded_ckpt_path == "memory://job/slurm-77.ckpt"
     assert not files.exists("memory://job/slurm-77.ckpt")
     # Another fit was interrupted.
     files.touch("memory://job/slurm-77-fit-3.ckpt")
     with caplog.at_level("INFO"):
-        trainer(default_root_dir=url).fit(Small(), loader())
+        completed(url)
     assert "the interrupted one was another: slurm-77-fit-3.ckpt" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -275,22 +277,19 @@ def test_each_fit_of_a_job_goes_on_from_its_own_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second of two fits is interrupted; the first one, which had ended, begins anew, and says so."""
-    trainer(default_root_dir=tmp_path).fit(Small(), loader())
-    with pytest.raises(SIGTERMException):
-        trainer(default_root_dir=tmp_path).fit(Signalled(signal.SIGTERM), loader())
+    completed(tmp_path)
+    interrupted(tmp_path, signal.SIGTERM)
     own = tmp_path / "slurm-77-fit-2.ckpt"
     assert [path.name for path in tmp_path.glob("slurm-*")] == [own.name]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     start_program_again(monkeypatch)
-    first, second = trainer(default_root_dir=tmp_path), trainer(default_root_dir=tmp_path)
     with caplog.at_level("INFO"):
-        first.fit(Small(), loader())
+        first = completed(tmp_path)
     assert first.loaded_ckpt_path is None
     assert "Fit 1 of this program" in caplog.text
     assert own.is_file()
     first.validate(Validated(), loader())  # counts no fit
-    second.fit(Small(), loader())
-    assert second.loaded_ckpt_path == own
+    assert completed(tmp_path).loaded_ckpt_path == own
     assert not own.exists()
 
 
