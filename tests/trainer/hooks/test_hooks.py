@@ -239,14 +239,13 @@ def test_outputs_that_no_hook_uses_are_not_prepared(cls: type[Collects], uses: b
     callback = cls()
     trainer(callbacks=[callback]).fit(Small(), loader(2))
     assert [set(outputs) for outputs in callback.outputs] == [{"loss"} if uses else set()] * 2
-
-
-@pytest.mark.parametrize("owner", ["module", "callback"])
-def test_hooks_of_modules_and_instances_use_outputs(owner: str) -> None:
-    module, callback, seen = Small(), Collects(), []
-    by_attribute({"module": module, "callback": callback}[owner], "on_train_batch_end", lambda *a: seen.append(a[-3]))
-    trainer(callbacks=[callback]).fit(module, loader(2))
-    assert [set(outputs) for outputs in seen] == [{"loss"}] * 2
+    # Hooks of a module, and of an instance, use them.
+    overriding = Small()
+    for owner, module in ((overriding, overriding), (callback, Small())):
+        seen: list[Any] = []
+        by_attribute(owner, "on_train_batch_end", lambda *args, s=seen: s.append(args[-3]))
+        trainer(callbacks=[callback]).fit(module, loader(2))
+        assert [set(outputs) for outputs in seen] == [{"loss"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -254,12 +253,9 @@ def test_hooks_of_modules_and_instances_use_outputs(owner: str) -> None:
 )
 def test_callbacks_of_libraries_read_only_the_loss(cls: Any, reads: bool) -> None:
     assert hooks_of(Small(), cls()).reads_outputs("on_train_batch_end") is reads
-
-
-def test_a_module_that_overrides_a_hook_reads_its_outputs() -> None:
     module = Small()
     by_class(module, "on_validation_batch_end", print)
-    hooks = hooks_of(module)
+    hooks = hooks_of(module, cls())
     assert hooks.reads_outputs("on_validation_batch_end")
     assert not hooks.reads_outputs("on_test_batch_end")
 

@@ -65,15 +65,6 @@ def test_a_script_that_an_installed_program_runs(monkeypatch):
     assert len(fit(kind())) == 1
 
 
-def test_a_method_with_a_decorator_of_torch():
-    class Mistyped(Small):
-        @torch.no_grad()
-        def on_training_epoch_end(self):
-            raise AssertionError("is never called")
-
-    assert len(fit(Mistyped())) == 1
-
-
 def test_a_mistyped_step():
     class Mistyped(Small):
         def validaton_step(self, batch, batch_idx):
@@ -93,25 +84,29 @@ def test_a_mistyped_hook_of_a_callback_and_of_data():
     assert "did you mean `on_train_batch_end`?" in str(second.message)
 
 
-def test_a_mistyped_hook_of_a_base_class_of_the_users():
-    class Heir(mistyped()):  # type: ignore[misc]
-        pass
-
-    (found,) = fit(Heir())
-    assert "`Heir.on_training_epoch_end`" in str(found.message)
-
-
 def test_a_method_is_warned_of_once():
     kind = mistyped()
     assert [len(fit(kind())) for _ in range(3)] == [1, 0, 0]
 
 
-def test_a_decorated_method_that_is_no_function():
-    class Wrapped(Small):
-        on_training_epoch_end = torch.no_grad()(functools.partial(print))
+class Heir(mistyped()):  # type: ignore[misc]
+    """Inherits it."""
 
-    (found,) = fit(Wrapped())
-    assert "`Wrapped.on_training_epoch_end`" in str(found.message)
+
+class Decorated(Small):
+    @torch.no_grad()
+    def on_training_epoch_end(self):
+        raise AssertionError("is never called")
+
+
+class NoFunction(Small):
+    on_training_epoch_end = torch.no_grad()(functools.partial(print))
+
+
+@pytest.mark.parametrize("kind", [Heir, Decorated, NoFunction])
+def test_a_mistyped_hook_that_is_inherited_or_decorated(kind):
+    (found,) = fit(type(kind.__name__, (kind,), {})())  # of a class that is new
+    assert f"`{kind.__name__}.on_training_epoch_end`" in str(found.message)
 
 
 class CallsItself(Small):
