@@ -27,7 +27,7 @@ _IN_ORDER = "expects the parts of a batch in order, but devices compute them at 
 ON_OTHER_DEVICES_ONLY = {
     f"{_PIPELINE}/test_pipeline.py::test_sparse_gradients": _NO_SPARSE,
     f"{_PIPELINE}/test_processes.py::test_a_tensor_that_cannot_be_sent_is_named": _NO_SPARSE,
-    f"{_PIPELINE}/test_pipeline.py::test_optimizers_and_schedulers[ByLbfgs]": (
+    f"{_PIPELINE}/test_pipeline.py::test_optimizers_and_schedulers[LBFGS]": (
         "LBFGS needs all parameters on one device, and is refused where there are several"
     ),
     f"{_PIPELINE}/test_pipeline.py::test_tensors_that_the_forward_makes_by_itself": (

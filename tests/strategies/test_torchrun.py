@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extensions.pipeline.strategy import test_process_faults as test_pipeline_process_faults
+from tests.extensions.pipeline.processes import programs as pipeline_programs
 from tests.strategies.ddp import test_joins as test_ddp_joins
 
 ONE_AFTER_THE_OTHER = """
@@ -28,10 +28,10 @@ def test_two_strategies_in_one_program(tmp_path: Path) -> None:
     for folder in (ddp, pipeline):
         folder.mkdir()
     first = [test_ddp_joins.script_in(ddp), ddp, "{}"]
-    second = [test_pipeline_process_faults.script_in(pipeline), pipeline, "2", "1", "processes"]
+    second = [pipeline_programs.script_in(pipeline), pipeline, "2", "1", "processes"]
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-W", "ignore", *run, str(script), json.dumps([first, second], default=str)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     test_ddp_joins.check(ddp)
-    test_pipeline_process_faults.check_joined(pipeline, 2)
+    pipeline_programs.check_joined(pipeline, 2)

@@ -66,6 +66,8 @@ def train(
     seed: int = 0,
     val: list[int] | None = None,
     callbacks: list[L.Callback] | None = None,
+    ckpt_path: Any = None,
+    reads_gradients: bool = True,
     **options: Any,
 ) -> Run:
     """Train a module from one seed in float64 for two epochs, and keep what a comparison needs.
@@ -78,6 +80,8 @@ def train(
         seed: Seed of the batches. Default: 0.
         val: Sizes of the validation batches. Default: no validation.
         callbacks: Further callbacks. Default: none.
+        ckpt_path: A checkpoint to go on from. Default: none.
+        reads_gradients: Whether gradients are kept, which no callback can read in other processes. Default: True.
         options: Further arguments of the trainer, such as another precision.
     """
     torch.manual_seed(7)
@@ -85,13 +89,13 @@ def train(
     trainer = Trainer(
         strategy=strategy,
         devices=["cpu"] * devices,
-        callbacks=[gradients, *(callbacks or [])],
+        callbacks=[*([gradients] if reads_gradients else []), *(callbacks or [])],
         **{**QUIET, "max_epochs": 2, "precision": "64-true", **options},
     )
     loaders = [DataLoader(Batches(sizes, seed), batch_size=None)]
     if val is not None:
         loaders.append(DataLoader(Batches(val, seed + 1), batch_size=None))
-    trainer.fit(module, *loaders)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return Run(module, gradients.seen, trainer)
 
 

@@ -1,22 +1,35 @@
 """Modules that are cut into stages, and how they are trained, for the tests of the pipeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from equipoise import PipelineStrategy, Trainer
 from equipoise.precision import Precision
 from equipoise.tree import tensors_in
-from tests.support.batches import CLASSES, FEATURES, TOKENS, VOCABULARY, Batches
+from tests.support.batches import SIZES, VOCABULARY
+from tests.support.equality import assert_equal
 from tests.support.networks.transparency import Base
-from tests.support.one_device import Gradients, Run
+from tests.support.one_device import Run, assert_same_run, on_one_device, train
 from tests.support.quiet import QUIET
 
-__all__ = ["Checked", "Copying", "Network", "Tokens", "fit", "pipelined", "quiet", "stay_whole"]
+__all__ = [
+    "Copying",
+    "EachStep",
+    "Network",
+    "Tokens",
+    "assert_as_on_one_device",
+    "assert_same",
+    "fit",
+    "pipelined",
+    "processes",
+    "quiet",
+    "stay_whole",
+]
 
 
 def stay_whole(value: Any) -> None:
@@ -36,10 +49,6 @@ class Copying(PipelineStrategy):
     def setup(self, module: nn.Module, precision: Precision) -> None:
         super().setup(module, precision)
         self._run.network.placement._are_apart = lambda stage, other: True
-
-
-class Checked(PipelineStrategy):
-    """Tells which calls were computed in stages, by counting the actions."""
 
 
 class Network(nn.Module):
@@ -106,23 +115,54 @@ def pipelined(stages: int, strategy: type[PipelineStrategy] = PipelineStrategy, 
     return {"strategy": strategy(**options), "devices": ["cpu"] * stages}
 
 
+def processes(stages: int, **options: Any) -> dict[str, Any]:
+    """Arguments of a trainer whose stages have processes of their own."""
+    return pipelined(stages, **{"engine": "processes", "timeout": 300.0, **options})
+
+
 def fit(
-    make: Callable[[], Any], sizes: list[int], *, seed: int = 0, val: list[int] | None = None, **options: Any
+    make: Callable[[], Any],
+    sizes: Sequence[int] = SIZES,
+    *,
+    strategy: Any = "single_device",
+    devices: Sequence[str] = ("cpu",),
+    **options: Any,
 ) -> Run:
-    """Train on ready batches."""
-    L.seed_everything(7, verbose=False)
-    torch.set_default_dtype(torch.float64 if "precision" not in options else torch.float32)
-    try:
-        module = make()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    gradients = Gradients()
-    trainer = quiet(**{"callbacks": [gradients], "strategy": "single_device", "devices": 1, "max_epochs": 2, **options})
-    loaders = [DataLoader(Batches(sizes, seed), batch_size=None)]
-    if val is not None:
-        loaders.append(DataLoader(Batches(val, seed + 1), batch_size=None))
-    trainer.fit(module, *loaders)
-    return Run(module, gradients.seen, trainer)
+    """Train on ready batches as `one_device.train` does; gradients are kept that lie in this process."""
+    reads = getattr(strategy, "engine", "threads") == "threads"
+    return train(make, strategy, len(devices), sizes, reads_gradients=reads, **options)  # type: ignore[arg-type]
 
 
-assert (CLASSES, FEATURES, TOKENS) == (4, 6, 5)
+def assert_same(expected: Run, actual: Run, tolerance: float = 1e-12) -> None:
+    """Assert that gradients, where both runs kept some, weights, states of optimisers and logged values are equal."""
+    if not (expected.gradients and actual.gradients):
+        expected, actual = expected._replace(gradients=[]), actual._replace(gradients=[])
+    assert_same_run(expected, actual, tolerance)
+    states = [[each.state_dict() for each in run.trainer.optimizers] for run in (expected, actual)]
+    assert_equal(*states, tolerance, title="States of optimisers")
+
+
+def assert_as_on_one_device(
+    make: Callable[[], Any], plan: dict[str, Any], tolerance: float = 1e-12, **options: Any
+) -> Run:
+    """Train in stages, compare with a run on one device, and return the run.
+
+    Args:
+        make: Makes the module.
+        plan: Arguments of the trainer of stages, such as `pipelined(2)`.
+        tolerance: See `assert_equal`. Default: 1e-12.
+        options: Hashable arguments of both runs, such as `sizes=(4, 2)`.
+    """
+    run = fit(make, **plan, **options)
+    assert_same(on_one_device(make, **options), run, tolerance)
+    return run
+
+
+class EachStep(L.Callback):
+    """Writes `step=N.ckpt` after each batch, so within a window if one has begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")

@@ -4,7 +4,6 @@ import gc
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,72 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError, StepError
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
-from equipoise.extensions.pipeline.graph.output_structure import OutputStructure
-from equipoise.extensions.pipeline.graph.stages import make_stages, may_cut
-from equipoise.extensions.pipeline.graph.traced import Traced
+from equipoise.extensions.pipeline.graph.stages import may_cut
 from equipoise.extensions.pipeline.recording.tracing import NotTraceable, trace
 from tests.support.nested import Checked
-from tests.support.traces import run, run_stages, traced
-
-WIDTH = 6
-
-
-def gradients(network: nn.Module, output: Any) -> list[Tensor | None]:
-    """Gradients of the sum of squares of all floating tensors in an output."""
-    network.zero_grad()
-    _, tensors = OutputStructure.of(output)
-    sum(tensor.square().sum() for tensor in tensors if tensor.is_floating_point()).backward()  # type: ignore[union-attr]
-    return [parameter.grad for parameter in network.parameters()]
-
-
-def assert_followed(network: nn.Module, *args: Any, **kwargs: Any) -> Traced:
-    """Check that one stage and all cuts into two compute what the forward does, to the bit, for these arguments."""
-    made = traced(network, *args, **kwargs)
-    assert_computes(made, network, *args, **kwargs)
-    return made
-
-
-def assert_computes(made: Traced, network: nn.Module, *args: Any, **kwargs: Any) -> None:
-    structure = CallStructure(args, kwargs)
-    assert made.fits(structure.tensors)
-    expected = network(*args, **kwargs)
-    expected_gradients = gradients(network, expected)
-    count = len(made.calls)
-    places = [index + 1 for index, may in enumerate(may_cut(made)) if may and index + 1 < count]
-    for ends in ([count], *([place, count] for place in places)):
-        output = run_stages(make_stages(made, ends), structure.tensors)
-        assert type(output) is type(expected)
-        pairs = zip(OutputStructure.of(output)[1], OutputStructure.of(expected)[1], strict=True)
-        assert all(torch.equal(tensor, same) for tensor, same in pairs)
-        for gradient, same_gradient in zip(gradients(network, output), expected_gradients, strict=True):
-            assert (gradient is None) == (same_gradient is None)
-            assert gradient is None or same_gradient is None or torch.equal(gradient, same_gradient)
-
-
-class Block(nn.Module):
-    """Two layers around what a subclass does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.pattern(self.first(x))))
-
-    def pattern(self, x: Tensor) -> Tensor:
-        return x
-
-
-def block(pattern: Callable[[Block, Tensor], Tensor]) -> Block:
-    """A block that does this between its layers."""
-    kind = type("Patterned", (Block,), {"pattern": pattern})
-    made: Block = kind().double()
-    return made
-
-
-def values(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
+from tests.support.networks.layers import network as written
+from tests.support.traces import WIDTH, Block, assert_computes, assert_followed, block, called, run, traced, values
 
 # Sizes, kinds and masks.
 
@@ -131,18 +69,17 @@ def test_sizes_that_nobody_asks_for_do_not_matter():
     assert_computes(made, network, values(5, 3, WIDTH))
 
 
-class Masked(Block):
-    """Leaves out a mask that masks nothing."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.first(x)
-        if mask is not None and mask.ndim == 2 and not mask.all():
-            x = x.masked_fill(mask[..., None] == 0, 0.0)
-        return self.last(x)
+def leaves_out_what_masks_nothing(self: Block, x: Tensor, mask: Tensor) -> Tensor:
+    x = self.first(x)
+    if mask.ndim == 2 and not mask.all():
+        x = x.masked_fill(mask[..., None] == 0, 0.0)
+    return self.last(x)
 
 
 def test_a_value_of_the_arguments_is_asked_again_before_each_call():
-    network, x, ones = Masked().double(), values(2, 4, WIDTH), torch.ones(2, 4)
+    inner = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)}
+    network = written(leaves_out_what_masks_nothing, **inner).double()
+    x, ones = values(2, 4, WIDTH), torch.ones(2, 4)
     padded = ones.clone()
     padded[0, 2:] = 0
     made = assert_followed(network, x, ones)
@@ -187,16 +124,12 @@ class OpaqueEncoder(Encoder):
 
 @pytest.mark.parametrize("encoder", [Encoder, OpaqueEncoder])
 def test_outputs_that_are_dataclasses_and_mappings(encoder):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.head = encoder(), nn.Linear(WIDTH, WIDTH)
+    def forward(self: Any, x: Tensor) -> Any:
+        output = self.encoder(x)
+        return ModelOutput(hidden=self.head(output["hidden"]), pooled=output.pooled)
 
-        def forward(self, x: Tensor) -> Any:
-            output = self.encoder(x)
-            return ModelOutput(hidden=self.head(output["hidden"]), pooled=output.pooled)
-
-    made = assert_followed(Model().double(), values(2, 4, WIDTH))
+    network = written(forward, encoder=encoder(), head=nn.Linear(WIDTH, WIDTH)).double()
+    made = assert_followed(network, values(2, 4, WIDTH))
     assert list(made.opaque) == ([] if encoder is Encoder else ["encoder"])
 
 
@@ -211,16 +144,16 @@ class Cache:
         return self.layers[index]["key"]
 
 
-class Cached(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
+def cached(*layers: nn.Module) -> nn.Module:
+    """Layers that receive a cache."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         cache = Cache()
         for index, layer in enumerate(self.layers):
             x = layer(x, cache, index)
         return x, cache
+
+    return written(forward, layers=nn.ModuleList(layers)).double()
 
 
 class CachedLayer(Block):
@@ -235,13 +168,13 @@ class AskingCachedLayer(CachedLayer):
 
 
 def test_objects_that_collect_tensors():
-    made = assert_followed(Cached(CachedLayer(), CachedLayer()).double(), values(2, WIDTH))
+    made = assert_followed(cached(CachedLayer(), CachedLayer()), values(2, WIDTH))
     assert made.opaque == {}
 
 
 def test_what_a_module_that_stays_whole_leaves_in_an_object_is_not_lost():
     with pytest.raises(NotTraceable, match="hands on a Cache, whose tensors cannot be followed"):
-        traced(Cached(CachedLayer(), AskingCachedLayer()).double(), values(2, WIDTH))
+        traced(cached(CachedLayer(), AskingCachedLayer()), values(2, WIDTH))
 
 
 class Leaking(Block):
@@ -253,18 +186,18 @@ class Leaking(Block):
         return self.last(hidden) if float(hidden.detach().sum()) < 1e9 else hidden
 
 
-class UsesLeft(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Leaking()
+def uses_left(self: Any, x: Tensor) -> Tensor:
+    left: list[Tensor] = []
+    return self.inner(x, left) + left[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        left: list[Tensor] = []
-        return self.inner(x, left) + left[0]
+
+def between(inner: nn.Module) -> nn.Module:
+    """Two layers, and what may stay whole between them."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)).double()
 
 
 def test_a_tensor_from_where_nothing_is_followed_is_no_constant():
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), UsesLeft(), nn.Linear(WIDTH, WIDTH)).double()
+    network = between(written(uses_left, inner=Leaking()))
     made = assert_followed(network, values(2, WIDTH))
     assert "Leaking changes a list that it receives" in made.opaque["1"]
     assert_computes(made, network, values(3, WIDTH))
@@ -312,7 +245,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("pattern", WHOLE)
 def test_what_calls_alone_would_not_do_stays_whole(pattern):
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(pattern), nn.Linear(WIDTH, WIDTH)).double()
+    network = between(block(pattern))
     made = assert_followed(network, values(3, WIDTH))
     assert list(made.opaque) == ["1"]
     assert_computes(made, network, values(3, WIDTH))
@@ -387,11 +320,11 @@ def test_what_is_followed_holds_for_other_values(pattern):
 
 @pytest.mark.parametrize("is_large", [lambda x: (x**2).sum() > 1, lambda x: (2**x).max() > 2])
 def test_a_power_of_the_arguments_is_asked_for_again(is_large):
-    class Decides(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * 2 if is_large(x) else x)
+    def decides(self: Any, x: Tensor) -> Tensor:
+        return self.layer(x * 2 if is_large(x) else x)
 
-    network, x = Decides().double(), torch.full((3, WIDTH), 2.0, dtype=torch.float64)
+    network = written(decides, layer=nn.Linear(WIDTH, WIDTH)).double()
+    x = torch.full((3, WIDTH), 2.0, dtype=torch.float64)
     made = assert_followed(network, x)
     assert_computes(made, network, x * 2)
     assert not made.fits([x * 0])
@@ -438,49 +371,35 @@ def test_an_attribute_that_only_the_first_call_sets_is_no_side_effect():
     assert "sets the attribute 'calls'" in made.opaque["1"]
     assert network[0].is_ready
     made = traced(network, values(2, WIDTH))
-    assert "0.first" in {str(node.target).removeprefix("network.") for node in made.calls}
+    assert "0.first" in called(made)
 
 
-class CheckpointingLayer(nn.Module):
+class Checkpointed(Block):
     """Checkpoints where it is called, as layers of transformers do."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
 
 
-class CheckpointedBlock(CheckpointingLayer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x))
-
-
 def test_layers_that_checkpoint_where_they_are_called_stay_whole():
-    network = nn.Sequential(CheckpointedBlock(), CheckpointedBlock()).double()
+    network = nn.Sequential(Checkpointed(), Checkpointed()).double()
     made = assert_followed(network, values(2, WIDTH))
     assert list(made.opaque) == ["0", "1"]
 
 
-class Seq2Seq(nn.Module):
-    def __init__(self, total_length: int | None = None) -> None:
-        super().__init__()
-        self.embedding, self.total_length = nn.Embedding(20, WIDTH), total_length
-        self.encoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.decoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Any:
-        packed = pack_padded_sequence(self.embedding(source), lengths.cpu(), batch_first=True, enforce_sorted=False)
-        output, state = self.encoder(packed)
-        encoded, _ = pad_packed_sequence(output, batch_first=True, total_length=self.total_length)
-        decoded, _ = self.decoder(self.embedding(target), state)
-        return decoded, encoded
+def translates(self: Any, source: Tensor, lengths: Tensor, target: Tensor) -> Any:
+    packed = pack_padded_sequence(self.embedding(source), lengths.cpu(), batch_first=True, enforce_sorted=False)
+    output, state = self.encoder(packed)
+    encoded, _ = pad_packed_sequence(output, batch_first=True, total_length=self.total_length)
+    decoded, _ = self.decoder(self.embedding(target), state)
+    return decoded, encoded
 
 
 @pytest.mark.parametrize("total_length", [None, 9])
 def test_packed_sequences_of_other_lengths(total_length):
-    network = Seq2Seq(total_length).double()
+    encoder, decoder = (nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+    inner = {"encoder": encoder, "decoder": decoder, "embedding": nn.Embedding(20, WIDTH)}
+    network = written(translates, total_length=total_length, **inner).double()
     source, target = torch.randint(0, 20, (4, 7)), torch.randint(0, 20, (4, 5))
     made = assert_followed(network, source, torch.tensor([7, 3, 5, 2]), target)
     assert made.opaque == {}
@@ -504,48 +423,37 @@ class Fills(nn.Module):
         return self.layer(x)
 
 
-class HandsOn(Block):
-    """Hands a container of its own, or a new one, to a layer that changes it."""
-
-    def __init__(self, memory: Any, is_new: bool) -> None:
-        super().__init__()
-        self.fills, self.memory, self.is_new = Fills(), memory, is_new
-
-    def pattern(self, x: Tensor) -> Tensor:
-        return self.fills(x, type(self.memory)(self.memory) if self.is_new else self.memory)
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-@pytest.mark.parametrize("memory", [{}, {"mean": 1}, {"x": torch.ones(1)}, [], [1.0]], ids=str)
+@pytest.mark.parametrize(
+    ("memory", "is_new"),
+    [({}, True), ({"mean": 1}, False), ({"x": torch.ones(1)}, True), ([], False), ([1.0], True)],
+    ids=str,
+)
 def test_layers_that_change_what_they_receive(memory: Any, is_new: bool):
-    network = HandsOn(memory, is_new).double()
+    def hands_on(self: Any, x: Tensor) -> Tensor:
+        return self.fills(x, type(self.memory)(self.memory) if is_new else self.memory)
+
+    network = block(hands_on, fills=Fills(), memory=memory)
     with pytest.raises(NotTraceable, match=f"Fills changes a {type(memory).__name__} that it receives"):
         traced(network, values(2, WIDTH))
     # Around it the network is followed.
-    made = traced(nn.Sequential(nn.Linear(WIDTH, WIDTH), network, nn.Linear(WIDTH, WIDTH)).double(), values(2, WIDTH))
+    made = traced(between(network), values(2, WIDTH))
     assert list(made.opaque) == ["1"]
 
 
-class Stacked(nn.Module):
-    """Recurrent layers with a packed sequence between them, which is also the output; and another named tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.gru = nn.LSTM(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Any:
-        packed = pack_padded_sequence(self.first(x), lengths.cpu(), enforce_sorted=False)
-        hidden, _ = self.lstm(packed)
-        hidden, state = self.gru(hidden)
-        return self.judged(Checked(self.last(state))), hidden
-
-    def judged(self, checked: Checked) -> Checked:
-        return Checked(self.last(checked.values) * checked.signs)
+def stacked(self: Any, x: Tensor, lengths: Tensor) -> Any:
+    """A packed sequence between recurrent layers, which is also the output; and another named tuple."""
+    packed = pack_padded_sequence(self.first(x), lengths.cpu(), enforce_sorted=False)
+    hidden, _ = self.lstm(packed)
+    hidden, state = self.gru(hidden)
+    checked = Checked(self.last(state))
+    return Checked(self.last(checked.values) * checked.signs), hidden
 
 
 def test_named_tuples_whose_constructors_check_pass_from_stage_to_stage():
-    made = assert_followed(Stacked().double(), values(4, 3, WIDTH), torch.tensor([2, 4, 1]))
+    inner = {"lstm": nn.LSTM(WIDTH, WIDTH), "gru": nn.GRU(WIDTH, WIDTH)}
+    linears = {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "last")}
+    network = written(stacked, **inner, **linears).double()
+    made = assert_followed(network, values(4, 3, WIDTH), torch.tensor([2, 4, 1]))
     assert made.opaque == {}
     may = dict(zip((str(node.target) for node in made.calls[1:]), may_cut(made), strict=False))
     assert may["network.lstm"]
@@ -561,42 +469,31 @@ def test_transformers_of_torch_within_their_layers(norm_first):
     made = assert_followed(
         network, values(2, 4, WIDTH), values(2, 5, WIDTH), tgt_mask=mask, src_key_padding_mask=padding
     )
-    called = {str(node.target).removeprefix("network.") for node in made.calls}
-    assert {"encoder.layers.1.linear1", "decoder.layers.1.multihead_attn"} <= called
+    assert {"encoder.layers.1.linear1", "decoder.layers.1.multihead_attn"} <= set(called(made))
 
 
 def test_layers_of_torchs_encoder_are_one_call_in_an_evaluation():
     network = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True).double().eval()
     made = assert_followed(network, values(2, 4, WIDTH), values(2, 5, WIDTH))
-    called = {str(node.target).removeprefix("network.") for node in made.calls}
-    assert {"encoder.layers.1", "decoder.layers.1.linear1"} <= called
+    assert {"encoder.layers.1", "decoder.layers.1.linear1"} <= set(called(made))
 
 
-class Residual(nn.Module):
-    """Adds what passes by a layer in place, as networks of images do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(torch.tanh(x))
-            hidden += x
-            x = hidden
-        return x
+def adds_in_place(self: Any, x: Tensor) -> Tensor:
+    """As networks of images do."""
+    for layer in self.layers:
+        hidden = layer(torch.tanh(x))
+        hidden += x
+        x = hidden
+    return x
 
 
 def test_what_is_added_in_place_may_come_from_an_earlier_stage():
-    made = assert_followed(Residual(), values(3, WIDTH))
-    begin_stages = {following.name for following, may in zip(made.calls[1:], may_cut(made), strict=False) if may}
-    assert {"network_layers_1", "tanh_1", "network_layers_2", "tanh_2"} <= begin_stages
-
-
-def test_what_is_changed_in_place_may_not():
-    made = assert_followed(Residual(), values(3, WIDTH))
+    """What is changed may not."""
+    network = written(adds_in_place, layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+    made = assert_followed(network, values(3, WIDTH))
     changes = {node.name for node in made.changes}
     begin_stages = {following.name for following, may in zip(made.calls[1:], may_cut(made), strict=False) if may}
+    assert {"network_layers_1", "tanh_1", "network_layers_2", "tanh_2"} <= begin_stages
     assert len(changes) == 3
     assert not changes & begin_stages
 
@@ -604,38 +501,31 @@ def test_what_is_changed_in_place_may_not():
 # What the calls alone would do otherwise.
 
 
-class Fails(Block):
-    """Asks for a value, and may fail."""
+def fails(self: Block, x: Tensor) -> Tensor:
+    """Ask for a value, and perhaps fail."""
+    if float(x.detach().sum()) > 0:
+        raise ValueError("positive")
+    return x
 
-    def pattern(self, x: Tensor) -> Tensor:
-        if float(x.detach().sum()) > 0:
-            raise ValueError("positive")
+
+def catches(self: Any, x: Tensor) -> Tensor:
+    try:
+        return self.inner(x)
+    except ValueError:
+        return self.other(x)
+
+
+def catches_an_error_of_torch(self: Block, x: Tensor) -> Tensor:
+    try:
+        return torch.linalg.cholesky(x)
+    except RuntimeError:
         return x
 
 
-class Catches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.other = Fails(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            return self.inner(x)
-        except ValueError:
-            return self.other(x)
-
-
-class CatchesOfTorch(Block):
-    def pattern(self, x: Tensor) -> Tensor:
-        try:
-            return torch.linalg.cholesky(x)
-        except RuntimeError:
-            return x
-
-
-@pytest.mark.parametrize("kind", [Catches, CatchesOfTorch])
-def test_an_error_that_is_caught_decides_for_one_call_only(kind):
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH)).double()
+@pytest.mark.parametrize("pattern", [catches, catches_an_error_of_torch])
+def test_an_error_that_is_caught_decides_for_one_call_only(pattern):
+    network = block(pattern, inner=block(fails), other=nn.Linear(WIDTH, WIDTH))
+    network = between(network)
     made = assert_followed(network, values(WIDTH, WIDTH))
     assert list(made.opaque) == ["1"]
     for _ in range(3):
@@ -643,11 +533,10 @@ def test_an_error_that_is_caught_decides_for_one_call_only(kind):
 
 
 def test_a_question_without_an_answer_is_another_trace(capsys):
-    class Indexed(Block):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-            return self.last(self.first(x) * (2 if bool(mask[1]) else 3))
+    def indexes(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x) * (2 if bool(mask[1]) else 3)
 
-    network = Indexed().double()
+    network = written(indexes, layer=nn.Linear(WIDTH, WIDTH)).double()
     made = assert_followed(network, values(2, WIDTH), torch.ones(3))
     assert not made.fits([values(2, WIDTH), torch.ones(1)])
     # Torch writes tracebacks of its programs, though this error is an answer.
@@ -656,52 +545,33 @@ def test_a_question_without_an_answer_is_another_trace(capsys):
 
 
 def test_a_submodule_within_one_that_stays_whole_is_not_listed():
-    class Outer(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = block(goes_backward)
+    def asks(self: Any, x: Tensor) -> Tensor:
+        return self.inner(x) if float(x.detach().sum()) < 1e9 else x
 
-        def pattern(self, x: Tensor) -> Tensor:
-            return self.inner(x) if float(x.detach().sum()) < 1e9 else x
-
-    made = assert_followed(nn.Sequential(Outer(), nn.Linear(WIDTH, WIDTH)).double(), values(2, WIDTH))
+    outer = block(asks, inner=block(goes_backward))
+    made = assert_followed(nn.Sequential(outer, nn.Linear(WIDTH, WIDTH)).double(), values(2, WIDTH))
     assert list(made.opaque) == ["0"]
 
 
-class Appends(Block):
-    """Leaves what it computes in a list of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-
-    def pattern(self, x: Tensor) -> Tensor:
+def test_a_list_that_a_forward_fills_is_a_side_effect():
+    def appends(self: Any, x: Tensor) -> Tensor:
         self.outputs.append(x.detach())
         return x
 
-
-def test_a_list_that_a_forward_fills_is_a_side_effect():
-    network = nn.Sequential(Appends(), nn.Linear(WIDTH, WIDTH)).double()
+    network = nn.Sequential(block(appends, outputs=[]), nn.Linear(WIDTH, WIDTH)).double()
     made = traced(network, values(2, WIDTH))
-    assert "changes the list 'outputs' of Appends" in made.opaque["0"]
+    assert "changes the list 'outputs' of Patterned" in made.opaque["0"]
     assert network[0].outputs == []
 
 
-class Switched(Block):
-    """Reads an attribute."""
-
-    scale = 2.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.use_scale, self.steps = True, 0
-
-    def pattern(self, x: Tensor) -> Tensor:
-        return x * self.scale if self.use_scale else x
-
-
 def test_an_attribute_that_a_forward_reads_is_compared_before_each_call():
-    network, x = nn.Sequential(Switched(), nn.Linear(WIDTH, WIDTH)).double(), values(2, WIDTH)
+    def switched(self: Any, x: Tensor) -> Tensor:
+        return x * 2 if self.use_scale else x
+
+    network, x = (
+        nn.Sequential(block(switched, use_scale=True, steps=0), nn.Linear(WIDTH, WIDTH)).double(),
+        values(2, WIDTH),
+    )
     made = assert_followed(network, x)
     network[0].steps += 1  # which the forward does not read
     assert made.fits([x])
@@ -711,19 +581,14 @@ def test_an_attribute_that_a_forward_reads_is_compared_before_each_call():
 
 
 class Logs(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        self.log("mean", hidden.mean())
-        return self.last(hidden)
+        self.log("mean", x.mean())
+        return x
 
 
 def test_a_value_that_is_logged_is_not_lost():
     with pytest.raises(NotTraceable, match=r"self.log\(.*logs a value, which only the step itself may do"):
-        traced(Logs().double(), values(2, WIDTH))
+        traced(Logs(), values(2, WIDTH))
 
 
 def test_autocast_that_is_off_stays_off():
@@ -771,36 +636,29 @@ def test_modules_of_other_threads_are_called_as_ever():
     assert results
 
 
-class Experts(nn.Module):
-    """Hands each sample to the layer that it chooses."""
-
-    def __init__(self, *, drops: bool = False) -> None:
-        super().__init__()
-        self.layers, self.drops = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), drops
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, chosen = torch.zeros_like(x), x[:, :3].argmax(-1)
-        for index, layer in enumerate(self.layers):
-            rows = (chosen == index).nonzero().squeeze(-1)
-            if len(rows):
-                output = output.index_add(0, rows, layer(x[rows]))
-        return output[x[:, 0] > 0] if self.drops else output
+def chooses(self: Any, x: Tensor) -> Tensor:
+    """Hand each sample to the layer that it chooses."""
+    output, chosen = torch.zeros_like(x), x[:, :3].argmax(-1)
+    for index, layer in enumerate(self.layers):
+        rows = (chosen == index).nonzero().squeeze(-1)
+        if len(rows):
+            output = output.index_add(0, rows, layer(x[rows]))
+    return output[x[:, 0] > 0] if self.drops else output
 
 
-class WithExperts(nn.Module):
-    """Asks for the sizes of what its experts return."""
+def with_experts(*, drops: bool = False) -> nn.Module:
+    """A network that asks for the sizes of what its experts return."""
 
-    def __init__(self, *, drops: bool = False) -> None:
-        super().__init__()
-        self.first, self.experts, self.last = nn.Linear(WIDTH, WIDTH), Experts(drops=drops), nn.Linear(WIDTH, WIDTH)
+    def asks_for_sizes(self: Any, x: Tensor) -> Tensor:
+        x = self.experts(x)
+        return x.reshape(x.shape[0], -1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.experts(self.first(x))
-        return self.last(x.reshape(x.shape[0], -1))
+    experts = written(chooses, drops=drops, layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    return block(asks_for_sizes, experts=experts)
 
 
 def test_what_follows_experts_is_followed():
-    network = nn.Sequential(WithExperts(), WithExperts()).double()
+    network = nn.Sequential(with_experts(), with_experts())
     made = assert_followed(network, values(8, WIDTH))
     assert list(made.opaque) == ["0.experts", "1.experts"]
     for _ in range(3):
@@ -808,7 +666,7 @@ def test_what_follows_experts_is_followed():
 
 
 def test_sizes_that_follow_from_values_are_checked_in_each_call():
-    network, x = WithExperts(drops=True).double(), values(8, WIDTH)
+    network, x = with_experts(drops=True), values(8, WIDTH)
     made = traced(network, x)
     assert torch.equal(run(made, x), network(x))
     hidden = network.first(x)
@@ -818,22 +676,16 @@ def test_sizes_that_follow_from_values_are_checked_in_each_call():
         run(made, other)
 
 
-class RegistersAtFirst(Block):
-    """Registers a hook in its first call, as libraries do that collect what layers return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            self.last.register_forward_hook(lambda module, args, output: output * 2)
-            self.is_ready = True
-        return super().forward(x)
+def registers_at_first(self: Any, x: Tensor) -> Tensor:
+    """As libraries do that collect what layers return."""
+    if not self.is_ready:
+        self.last.register_forward_hook(lambda module, args, output: output * 2)
+        self.is_ready = True
+    return x
 
 
 def test_a_hook_that_the_first_call_registers_is_registered_once():
-    network = nn.Sequential(RegistersAtFirst(), nn.Linear(WIDTH, WIDTH)).double()
+    network = nn.Sequential(block(registers_at_first, is_ready=False), nn.Linear(WIDTH, WIDTH)).double()
     for _ in range(2):
         assert_followed(network, values(2, WIDTH))
         assert len(network[0].last._forward_hooks) == 1

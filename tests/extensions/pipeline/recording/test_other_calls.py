@@ -10,32 +10,24 @@ from torch import Tensor, nn
 
 from equipoise import StepError
 from equipoise.extensions.pipeline.recording.tracing import NotTraceable
-from tests.support.traces import run, traced
-
-WIDTH = 6
-
-
-def values(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+from tests.support.networks.layers import network as written
+from tests.support.traces import WIDTH, run, traced, values
 
 
-class Steps(nn.Module):
-    """Goes through the second dimension by a function that returns a tuple."""
-
-    def __init__(self, divide: Any) -> None:
-        super().__init__()
-        self.cell, self.divide = nn.Linear(WIDTH, WIDTH), divide
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros_like(x[:, 0])
-        for part in self.divide(x):
-            state = torch.tanh(self.cell(part.reshape(len(x), -1)) + state)
-        return state
+def with_layer(forward: Any, **attributes: Any) -> nn.Module:
+    """A network with this forward and one layer."""
+    return written(forward, layer=nn.Linear(WIDTH, WIDTH), **attributes).double()
 
 
 @pytest.mark.parametrize("divide", [lambda x: x.unbind(1), lambda x: x.split(1, 1), lambda x: list(x.unbind(dim=1))])
 def test_the_length_of_a_tuple_is_a_size(divide):
-    network = Steps(divide).double()
+    def goes_through_steps(self: Any, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for part in divide(x):
+            state = torch.tanh(self.layer(part.reshape(len(x), -1)) + state)
+        return state
+
+    network = with_layer(goes_through_steps)
     made = traced(network, values(2, 3, WIDTH))
     x = values(2, 3, WIDTH)
     assert made.fits([x])
@@ -45,17 +37,12 @@ def test_the_length_of_a_tuple_is_a_size(divide):
 
 @pytest.mark.parametrize("change", [lambda x: x.unsqueeze_(1), lambda x: x.t_()])
 def test_a_size_of_an_argument_is_compared_before_the_forward_changes_it(change):
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    def changes(self: Any, x: Tensor) -> Tensor:
+        count = x.size(0)
+        change(x)
+        return self.layer(x.reshape(count, WIDTH))
 
-        def forward(self, x: Tensor) -> Tensor:
-            count = x.size(0)
-            change(x)
-            return self.layer(x.reshape(count, WIDTH))
-
-    network, x = Changes().double(), values(2, WIDTH)
+    network, x = with_layer(changes), values(2, WIDTH)
     made = traced(network, x)
     assert made.fits([x])
     assert torch.equal(run(made, x.clone()), network(x.clone()))
@@ -74,23 +61,21 @@ def resize(y: Tensor, places: Tensor) -> None:
     y.resize_as_(places.double())
 
 
-class ChangedAtPlaces(nn.Module):
+def changed_at_places(change: Any) -> nn.Module:
     """Asks for the size of a tensor that was changed in place, at places that depend on values."""
 
-    def __init__(self, change: Any) -> None:
-        super().__init__()
-        self.layer, self.change = nn.Linear(WIDTH, WIDTH), change
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = self.layer(x)
         y = torch.zeros_like(x)
-        self.change(y, (x > 0).nonzero())
+        change(y, (x > 0).nonzero())
         return x * y.shape[1] + y.sum()
+
+    return with_layer(forward)
 
 
 @pytest.mark.parametrize("change", [assign, add])
 def test_a_change_in_place_keeps_sizes(change):
-    network = ChangedAtPlaces(change).double()
+    network = changed_at_places(change)
     made = traced(network, values(5, WIDTH))
     x = values(5, WIDTH)
     assert made.fits([x])
@@ -100,62 +85,30 @@ def test_a_change_in_place_keeps_sizes(change):
 
 def test_a_change_in_place_to_the_size_of_another_tensor():
     with pytest.raises(NotTraceable, match="asks for values of tensors, by `shape`"):
-        traced(ChangedAtPlaces(resize).double(), values(5, WIDTH))
+        traced(changed_at_places(resize), values(5, WIDTH))
 
 
 def test_a_tuple_whose_length_depends_on_values_stays_whole():
-    class Splits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor, places: Tensor) -> Tensor:
-            parts = torch.tensor_split(self.layer(x), places)
-            return sum(part.sum(0) * (index + 1) * len(part) for index, part in enumerate(parts))  # type: ignore[return-value]
+    def splits(self: Any, x: Tensor, places: Tensor) -> Tensor:
+        parts = torch.tensor_split(self.layer(x), places)
+        return sum(part.sum(0) * (index + 1) * len(part) for index, part in enumerate(parts))  # type: ignore[return-value]
 
     with pytest.raises(NotTraceable):
-        traced(Splits().double(), values(5, WIDTH), torch.tensor([2, 3]))
+        traced(with_layer(splits), values(5, WIDTH), torch.tensor([2, 3]))
 
 
 def test_changes_in_place_under_inference_mode():
-    class Zeroes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    def zeroes(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        x = x * 1
+        x[mask] = 0
+        return self.layer(torch.add(x, 1, out=torch.empty_like(x)))
 
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            x = x * 1
-            x[mask] = 0
-            return self.layer(torch.add(x, 1, out=torch.empty_like(x)))
-
-    network = Zeroes().double()
+    network = with_layer(zeroes)
     with torch.inference_mode():
         made = traced(network, values(3, WIDTH), torch.zeros(3, dtype=torch.bool))
         x, mask = values(3, WIDTH), torch.tensor([True, False, True])
         assert torch.equal(run(made, x, mask), network(x, mask))
         assert torch.is_inference_mode_enabled()
-
-
-class Whole(nn.Module):
-    """Asks for a value, and returns one of two structures."""
-
-    def __init__(self, first: Any, other: Any) -> None:
-        super().__init__()
-        self.layer, self.first, self.other = nn.Linear(WIDTH, WIDTH), first, other
-
-    def forward(self, x: Tensor) -> Any:
-        return self.first(x) if float(x.detach().sum()) < 0 else self.other(x)
-
-
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(WIDTH, WIDTH, bias=False), inner
-
-    def forward(self, x: Tensor) -> Any:
-        result = self.inner(self.before(x))
-        items = result.values() if isinstance(result, dict) else result
-        return [item for item in items if isinstance(item, Tensor)]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +122,16 @@ class Around(nn.Module):
     ],
 )
 def test_another_structure_of_what_stays_whole_is_an_error(first, other):
-    network, x = Around(Whole(first, other)).double(), values(2, WIDTH)
+    def asks(self: Any, x: Tensor) -> Any:
+        return first(x) if float(x.detach().sum()) < 0 else other(x)
+
+    def around(self: Any, x: Tensor) -> Any:
+        result = self.inner(self.before(x))
+        items = result.values() if isinstance(result, dict) else result
+        return [item for item in items if isinstance(item, Tensor)]
+
+    before = nn.Linear(WIDTH, WIDTH, bias=False)
+    network, x = written(around, before=before, inner=with_layer(asks)).double(), values(2, WIDTH)
     if float(network.before(x).detach().sum()) > 0:
         x = -x
     made = traced(network, x)
@@ -189,28 +151,23 @@ class Counts(torch.autograd.Function):
 
 
 def test_a_number_that_an_autograd_function_returns_is_no_constant():
-    class Applies(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x, is_positive = Counts.apply(x)
-            return x * (2 if is_positive else 3)
+    def applies(self: Any, x: Tensor) -> Tensor:
+        x, is_positive = Counts.apply(x)
+        return x * (2 if is_positive else 3)
 
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Applies()).double()
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), written(applies)).double()
     made = traced(network, values(2, WIDTH))
     assert "Counts returns a bool, which may change" in made.opaque["1"]
 
 
 def test_a_tensor_that_an_attribute_no_longer_is():
-    class Masks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mask, self.scale = torch.ones(WIDTH), nn.Parameter(torch.ones(WIDTH))
-            self.register_buffer("shift", torch.zeros(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.mask * self.scale + self.shift
+    def masks(self: Any, x: Tensor) -> Tensor:
+        return x * self.mask * self.scale + self.shift
 
     for name in ("mask", "scale", "shift"):
-        network, x = Masks().double(), values(2, WIDTH)
+        network = written(masks, mask=torch.ones(WIDTH), scale=nn.Parameter(torch.ones(WIDTH))).double()
+        network.register_buffer("shift", torch.zeros(WIDTH))
+        x = values(2, WIDTH)
         made = traced(network, x)
         assert made.fits([x])
         tensor = getattr(network, name)
@@ -221,49 +178,38 @@ def test_a_tensor_that_an_attribute_no_longer_is():
 @pytest.mark.parametrize("name", ["current_epoch", "global_step"])
 def test_a_forward_that_asks_how_far_the_run_is(name):
     class Anneals(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) * (1 if getattr(self, name) < 1 else 3)
+            return x * (1 if getattr(self, name) < 1 else 3)
 
     with pytest.raises(NotTraceable, match=f"reads `{name}`, which changes in the run"):
-        traced(Anneals().double(), values(2, WIDTH))
+        traced(Anneals(), values(2, WIDTH))
 
 
 def test_a_parameter_of_an_argument_is_no_constant():
-    class Wraps(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * nn.Parameter(x, requires_grad=False)
+    def wraps(self: Any, x: Tensor) -> Tensor:
+        return x * nn.Parameter(x, requires_grad=False)
 
     with pytest.raises(NotTraceable):
-        traced(Wraps(), values(2, WIDTH))
+        traced(written(wraps), values(2, WIDTH))
 
 
 def test_a_tensor_that_is_passed_twice():
-    class Changes(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x = x.add_(1)
-            return x * (2 if x is y else 3) + y
+    def compares(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = x.add_(1)
+        return x * (2 if x is y else 3) + y
 
-    network, x = Changes(), values(2, WIDTH)
+    network, x = written(compares), values(2, WIDTH)
     made = traced(network, x, x)
     one, other = x.clone(), x.clone()
     assert torch.equal(run(made, one, one), network(other, other))
 
 
 def test_a_part_of_a_tensor_of_any_size_is_no_constant_number_of_parts():
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    def halves(self: Any, x: Tensor) -> Tensor:
+        chosen = x[x[:, 0] > 0]
+        return self.layer(torch.stack([part.sum(0) for part in chosen.split(2)]).sum(0))
 
-        def forward(self, x: Tensor) -> Tensor:
-            chosen = x[x[:, 0] > 0]
-            return self.layer(torch.stack([part.sum(0) for part in chosen.split(2)]).sum(0))
-
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Halves()).double()
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), with_layer(halves)).double()
     made = traced(network, values(3, WIDTH))
     assert "a number of tensors which depends on values" in made.opaque["1"]
 
@@ -273,14 +219,13 @@ def test_values_of_other_threads_are_logged_during_a_recording(monkeypatch):
     monkeypatch.setattr(L.LightningModule, "log", lambda module, name, value: logged.append(name))
     other = L.LightningModule()
 
-    class Starts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: other.log("elsewhere", 1.0))
-            thread.start()
-            thread.join()
-            return x * 2
+    def starts(self: Any, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: other.log("elsewhere", 1.0))
+        thread.start()
+        thread.join()
+        return x * 2
 
-    traced(Starts(), values(2, WIDTH))
+    traced(written(starts), values(2, WIDTH))
     assert logged == ["elsewhere"]
 
 
@@ -288,33 +233,22 @@ def test_a_first_call_that_sets_an_attribute_logs_nothing(monkeypatch):
     logged: list[str] = []
     monkeypatch.setattr(L.LightningModule, "log", lambda module, name, value: logged.append(name))
 
-    class Prepares(nn.Module):
-        is_ready = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.is_ready:
-                self.is_ready = True
-            return x
+    def prepares(self: Any, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+        return x
 
     class Logs(L.LightningModule):
         def forward(self, x: Tensor) -> Tensor:
             self.log("mean", x.mean())
             return x
 
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Prepares(), Logs()).double()
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), written(prepares, is_ready=False), Logs()).double()
     traced(network, values(2, WIDTH))
     assert network[1].is_ready
     assert logged == []
 
 
 def test_a_network_without_tensors_among_its_arguments():
-    class Learned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Parameter(torch.ones(2, WIDTH))
-
-        def forward(self) -> Tensor:
-            return self.tokens * 2
-
-    network = Learned()
+    network = written(lambda self: self.tokens * 2, tokens=nn.Parameter(torch.ones(2, WIDTH)))
     assert torch.equal(run(traced(network)), network())

@@ -14,13 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import ConfigurationError
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
-from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.recording.tracing import NotTraceable
-from tests.support.traces import run, traced
-
-
-def names(made: Traced) -> list[str]:
-    return [str(node.target).removeprefix("network.") for node in made.calls if node.op == "call_module"]
+from tests.support.networks.layers import network as written
+from tests.support.traces import called, run, traced
 
 
 class Asks(nn.Module):
@@ -89,7 +85,7 @@ def test_what_cannot_be_followed_stays_whole(kind):
     )
     seed = (random.getstate(), torch.get_rng_state(), np.random.get_state()[2])
     made = traced(network, x)
-    assert names(made) == ["0", "1.0", "1.1", "1.2", "2"]
+    assert called(made) == ["0", "1.0", "1.1", "1.2", "2"]
     assert set(made.opaque) == {"1.1", "2"}
     assert [part.calls for part in network.modules() if isinstance(part, Counts)] == ([0, 0] if kind is Counts else [])
     assert all(torch.equal(buffer, torch.zeros(3)) for buffer in network.buffers())
@@ -154,7 +150,7 @@ def test_layers_with_hooks_stay_whole():
     seen = []
     network = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3))
     network[0].register_forward_hook(lambda *_: seen.append(1))
-    assert names(traced(network, torch.rand(2, 3))) == ["0", "1"]
+    assert called(traced(network, torch.rand(2, 3))) == ["0", "1"]
     assert seen == [1]  # the forward runs once to be recorded
 
 
@@ -213,33 +209,6 @@ class Halves:
 Named = namedtuple("Named", ["first", "second", "factor"])
 
 
-class TakesPair(nn.Module):
-    """Stays whole, since it reads a value; its argument is a container that a graph cannot hold."""
-
-    def __init__(self, parts: Any) -> None:
-        super().__init__()
-        self.parts = parts
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, pair: Any) -> Tensor:
-        first, second, factor = self.parts(pair)
-        sign = 1.0 if first.sum() > 0 else -1.0
-        return self.layer(first) * second * factor * sign
-
-
-class Packs(nn.Module):
-    def __init__(self, pack: Any, parts: Any) -> None:
-        super().__init__()
-        self.pack = pack
-        self.before = nn.Linear(3, 3)
-        self.whole = TakesPair(parts)
-        self.after = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.before(x)
-        return self.after(self.whole(self.pack(hidden, hidden.tanh())))
-
-
 @pytest.mark.parametrize(
     ("pack", "parts"),
     [
@@ -251,10 +220,22 @@ class Packs(nn.Module):
     ids=["data class", "named tuple", "keys that are no names", "ordered dictionary"],
 )
 def test_containers_reach_a_layer_that_stays_whole(pack: Any, parts: Any) -> None:
-    network = Packs(pack, parts).double()
+    """A container that a graph cannot hold; the layer reads a value."""
+
+    def takes(self: Any, pair: Any) -> Tensor:
+        first, second, factor = parts(pair)
+        sign = 1.0 if first.sum() > 0 else -1.0
+        return self.layer(first) * second * factor * sign
+
+    def packs(self: Any, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        return self.after(self.whole(pack(hidden, hidden.tanh())))
+
+    whole = written(takes, layer=nn.Linear(3, 3))
+    network = written(packs, before=nn.Linear(3, 3), whole=whole, after=nn.Linear(3, 3)).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     made = traced(network, x)
-    assert names(made) == ["before", "whole", "after"]
+    assert called(made) == ["before", "whole", "after"]
     for batch in (x, torch.randn(5, 3, dtype=torch.float64)):
         torch.testing.assert_close(run(made, batch), network(batch), rtol=1e-12, atol=1e-12)
 
@@ -275,15 +256,11 @@ class Returns(Remembers):
         return self.pack(super().forward(x))
 
 
-class Unpacks(nn.Module):
-    def __init__(self, pack: Any, unpack: Any) -> None:
-        super().__init__()
-        self.whole = Returns(pack)
-        self.unpack = unpack
-        self.after = nn.Linear(3, 3)
+def unpacking(pack: Any, unpack: Any) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.after(unpack(self.whole(x), x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.unpack(self.whole(x), x))
+    return written(forward, whole=Returns(pack), after=nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize(
@@ -292,15 +269,15 @@ class Unpacks(nn.Module):
     ids=["nothing", "data class with slots"],
 )
 def test_results_without_a_dictionary_of_attributes(pack: Any, unpack: Any) -> None:
-    network = Unpacks(pack, unpack).double()
+    network = unpacking(pack, unpack).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     made = traced(network, x)
-    assert names(made) == ["whole", "after"]
+    assert called(made) == ["whole", "after"]
     torch.testing.assert_close(run(made, x), network(x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("result", [3, object()])
 def test_results_that_may_change_are_refused(result: Any) -> None:
-    network = Unpacks(lambda value: result, lambda result, x: x)
+    network = unpacking(lambda value: result, lambda result, x: x)
     with pytest.raises(NotTraceable, match=f"Returns returns a {type(result).__name__}, which may change"):
         traced(network, torch.rand(4, 3))

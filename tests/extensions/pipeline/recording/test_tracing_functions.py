@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.equality import assert_equal
+from tests.support.networks.layers import network as written
 from tests.support.traces import run, traced
 
 
@@ -28,39 +30,28 @@ class Reversal(torch.autograd.Function):
         return -ctx.factor * gradients[0], None
 
 
-class Sandwich(nn.Module):
-    def __init__(self, factor: Any) -> None:
-        super().__init__()
-        self.first, self.second, self.factor = nn.Linear(2, 2), nn.Linear(2, 2), factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(Reversal.apply(self.first(x), self.factor))
-
-
 @pytest.mark.parametrize("factor", [2.0, Options()], ids=["number", "object"])
 def test_a_custom_backward_is_not_lost(factor: Any) -> None:
-    network = nn.Sequential(Sandwich(factor))
+    def reverses(self: Any, x: Tensor) -> Tensor:
+        return self.second(Reversal.apply(self.first(x), factor))
+
+    network = nn.Sequential(written(reverses, first=nn.Linear(2, 2), second=nn.Linear(2, 2)))
     apply = torch.autograd.Function.apply
     given = torch.randn(3, 2)
     made = traced(network, given)
     assert torch.autograd.Function.apply == apply
     assert made.opaque == {}
-    network(given).sum().backward()
-    expected = [parameter.grad for parameter in network.parameters()]
-    network.zero_grad()
-    run(made, given).sum().backward()
-    for parameter, gradient in zip(network.parameters(), expected, strict=True):
-        assert gradient is not None
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, gradient)
+    gradients = []
+    for output in (network(given), run(made, given)):
+        network.zero_grad()
+        output.sum().backward()
+        gradients.append([parameter.grad for parameter in network.parameters()])
+    assert all(gradient is not None for gradient in gradients[0])
+    assert_equal(*gradients)
 
 
 def test_what_is_computed_beside_a_trace_is_computed() -> None:
     """A call without anything that is followed runs, also while a forward is followed."""
 
-    class Constant(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + Reversal.apply(torch.ones(2), 1.0)
-
-    network = Constant()
+    network = written(lambda self, x: x + Reversal.apply(torch.ones(2), 1.0))
     assert run(traced(network, torch.ones(2)), torch.ones(2)).tolist() == [2.0, 2.0]

@@ -15,110 +15,96 @@ from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.network import StagedNetwork
 from equipoise.extensions.pipeline.planning.cut import CutOptions, table_of
 from equipoise.extensions.report.collect_record import pipeline_step
-from tests.extensions.pipeline.strategy.test_pipeline import Dropping, looped
+from tests.extensions.pipeline.strategy.networks import dropping
 from tests.support.batches import Batches
-from tests.support.networks.transparency import Mlp
-from tests.support.pipelines import Tokens, fit, pipelined, quiet
+from tests.support.equality import assert_equal
+from tests.support.networks.layers import WIDTH, layers
+from tests.support.one_device import Run, on_one_device
+from tests.support.pipelines import Tokens, assert_same, fit, pipelined, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:The (dataloader|'train_dataloader')")
 
-SIZES = [13, 13, 5, 13, 2]
-
 
 class Save(L.Callback):
-    """Writes a checkpoint after a batch."""
+    """Writes a checkpoint within the second epoch."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx + 1 == self.step and trainer.current_epoch == 1:
+        if batch_idx == 2 and trainer.current_epoch == 1:
             trainer.save_checkpoint(self.path)
-
-
-def resume(make: Any, path: Path, **options: Any) -> Any:
-    L.seed_everything(3, verbose=False)
-    torch.set_default_dtype(torch.float64)
-    try:
-        module = make()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    trainer = quiet(**{"max_epochs": 2, "strategy": "single_device", "devices": 1, **options})
-    trainer.fit(module, DataLoader(Batches(SIZES), batch_size=None), ckpt_path=path)
-    return module, [], trainer
-
-
-def same_weights(one: Any, other: Any, tolerance: float) -> None:
-    for (name, expected), actual in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def moved(stages: int, **options: Any) -> dict[str, Any]:
     return pipelined(stages, micro_batches=3, **options)
 
 
+def interleaved(stages: int, **options: Any) -> dict[str, Any]:
+    return moved(stages, **{"schedule": "interleaved_1f1b", **options})
+
+
+def state_of(run: Run) -> Any:
+    return run.trainer.connected_strategy.portable.strategy_state()
+
+
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "accumulate"),
     [
-        ({}, moved(3)),
-        (moved(2), {}),
-        (moved(2), moved(4)),
-        (moved(3), moved(3, cut_before=["net.blocks.1", "net.output"])),
+        ({}, moved(3), 1),
+        (moved(2), {}, 2),
+        (moved(2), moved(4), 1),
+        (moved(3), moved(3, cut_before=["net.blocks.1", "net.output"]), 2),
+        (interleaved(2), interleaved(3), 1),
     ],
-    ids=["to stages", "to one device", "to more stages", "to other cuts"],
+    ids=["to stages", "to one device", "to more stages", "to other cuts", "to more stages on each device"],
 )
-def test_resumed_elsewhere_in_the_midst_of_an_epoch(before, after, accumulate, tmp_path):
-    whole = fit(Tokens, SIZES, accumulate_grad_batches=accumulate)
+def test_a_run_goes_on_elsewhere_in_the_midst_of_an_epoch(before, after, accumulate, tmp_path):
+    whole = on_one_device(Tokens, accumulate_grad_batches=accumulate)
     path = tmp_path / "saved.ckpt"
-    fit(Tokens, SIZES, callbacks=[Save(path, 3)], accumulate_grad_batches=accumulate, **before)
-    same_weights(whole[0], resume(Tokens, path, accumulate_grad_batches=accumulate, **after)[0], 1e-11)
+    fit(Tokens, callbacks=[Save(path)], accumulate_grad_batches=accumulate, **before)
+    again = fit(Tokens, ckpt_path=path, accumulate_grad_batches=accumulate, **after)
+    assert_equal(whole.module, again.module, 1e-11)
 
 
 def test_cuts_go_from_any_schedule_to_any_other(tmp_path):
     """The same number of stages, so the cut is kept: on four devices, and on two with two stages each."""
-    whole, path = fit(Tokens, SIZES), tmp_path / "saved.ckpt"
-    one, other = looped(2, micro_batches=3), pipelined(4, micro_batches=3)
-    for before, after in ((one, other), (other, looped(2, micro_batches=3, schedule="looped_bfs"))):
-        trainer = fit(Tokens, SIZES, callbacks=[Save(path, 3)], **before)[2]
-        module, _, again = resume(Tokens, path, **after)
-        same_weights(whole[0], module, 1e-11)
-        kept = [each.connected_strategy.portable.strategy_state() for each in (trainer, again)]
-        assert kept[0] == kept[1]
-        assert len(kept[0]["cut_before"]) == 3
-    for after in ({}, looped(3, micro_batches=3)):
-        same_weights(whole[0], resume(Tokens, path, **after)[0], 1e-11)
+    path = tmp_path / "saved.ckpt"
+    for before, after in ((interleaved(2), moved(4)), (moved(4), interleaved(2, schedule="looped_bfs"))):
+        run = fit(Tokens, callbacks=[Save(path)], **before)
+        again = fit(Tokens, ckpt_path=path, **after)
+        assert_equal(on_one_device(Tokens).module, again.module, 1e-11)
+        assert state_of(run) == state_of(again)
+        assert len(state_of(run)["cut_before"]) == 3
 
 
-def test_resumed_with_the_same_cut_to_the_bit(tmp_path):
+def test_a_run_goes_on_with_the_same_cut_to_the_bit(tmp_path):
     """With dropout, whose masks depend on the cut; the cut is the checkpoint's, though it would be measured anew."""
     path = tmp_path / "saved.ckpt"
     cut = ["net.2", "net.4.1"]
-    whole, _, _ = fit(Dropping, SIZES, **moved(3, cut_before=cut))
-    fit(Dropping, SIZES, callbacks=[Save(path, 3)], **moved(3, cut_before=cut))
-    again, _, trainer = resume(Dropping, path, **moved(3))
-    assert trainer.connected_strategy.portable.strategy_state()["cut_before"] == cut
-    same_weights(whole, again, 0.0)
+    whole = fit(dropping, callbacks=[Save(path)], **moved(3, cut_before=cut))
+    again = fit(dropping, ckpt_path=path, **moved(3))
+    assert state_of(again)["cut_before"] == cut
+    assert_equal(whole.module, again.module)
 
 
 def test_a_cut_is_kept_for_the_next_run_and_given_up_where_it_does_not_fit():
     """Functions between layers have names, too."""
+    loader = DataLoader(Batches([4]), batch_size=None)
+
+    def after_a_fit(module: Tokens, state: dict[str, Any]) -> dict[str, Any]:
+        strategy = PipelineStrategy(micro_batches=2)
+        strategy.portable.load_strategy_state(state)
+        quiet(strategy=strategy, devices=["cpu", "cpu"]).fit(module.double(), loader)
+        return strategy.portable.strategy_state()
+
     strategy = PipelineStrategy(micro_batches=2)
-    trainer = quiet(strategy=strategy, devices=["cpu", "cpu"])
-    loader = DataLoader(Batches(SIZES), batch_size=None)
-    trainer.validate(Tokens().double(), loader, verbose=False)
+    quiet(strategy=strategy, devices=["cpu", "cpu"]).validate(Tokens().double(), loader, verbose=False)
     state = strategy.portable.strategy_state()
-    other = PipelineStrategy(micro_batches=2)
-    other.portable.load_strategy_state(state)
-    again = quiet(strategy=other, devices=["cpu", "cpu"])
-    again.fit(Tokens(by_self=True).double(), loader)
-    assert other.portable.strategy_state() == state
+    assert after_a_fit(Tokens(by_self=True), state) == state
     for strange in ({"cut_before": 3}, {"cut_before": ["a"], "calls": ["b"]}, {}):
-        third = PipelineStrategy(micro_batches=2)
-        third.portable.load_strategy_state(strange)
-        quiet(strategy=third, devices=["cpu", "cpu"]).fit(Tokens().double(), loader)
-        assert third.portable.strategy_state()["cut_before"]
+        assert after_a_fit(Tokens(), strange)["cut_before"]
 
 
 def test_the_table_and_the_report():
@@ -223,14 +209,11 @@ def test_the_optimizers_state_follows_the_parameters():
         placement.settle_optimizer(torch.optim.LBFGS(module.parameters()))
 
 
-def test_recovery_from_the_first_step_on():
-    """Buffers are noted before the network is placed."""
+def normed() -> Any:
+    return layers(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
-    class Normed(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[2] = nn.BatchNorm1d(8)
 
-    expected = fit(Normed, [12, 8], **pipelined(2, micro_batches=2))
-    run = fit(Normed, [12, 8], callbacks=[OOMRecovery()], **pipelined(2, micro_batches=2))
-    same_weights(expected[0], run[0], 0.0)
+def test_a_recovery_from_the_first_step_on_notes_buffers():
+    """Before the network is placed."""
+    plan = pipelined(2, micro_batches=2)
+    assert_same(fit(normed, [12, 8], **plan), fit(normed, [12, 8], callbacks=[OOMRecovery()], **plan), 0.0)

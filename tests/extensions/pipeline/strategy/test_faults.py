@@ -13,12 +13,21 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.utils.data import DataLoader
 
-from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError
+from equipoise import ConfigurationError, OOMRecovery, StepError
 from tests.support.batches import CLASSES, FEATURES, Batches
+from tests.support.networks.layers import WIDTH, Task, layers, network
 from tests.support.networks.transparency import Base, Mlp
-from tests.support.one_device import Gradients, assert_same_run
 from tests.support.pairs import pairwise
-from tests.support.pipelines import Copying, Tokens, fit, pipelined, quiet, stay_whole
+from tests.support.pipelines import (
+    Copying,
+    Tokens,
+    assert_as_on_one_device,
+    assert_same,
+    fit,
+    pipelined,
+    quiet,
+    stay_whole,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -53,7 +62,7 @@ class Fault(nn.Module):
         super().__init__()
         self.at, self.phase, self.error, self.times, self.calls = at, phase, error, times, 0
         self.armed = False
-        self.layer = nn.Linear(30, 30)
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Any) -> Any:
         stay_whole(x)
@@ -71,30 +80,21 @@ class Fault(nn.Module):
         raise self.error("injected")
 
 
-class Failing(Base):
-    def __init__(self, where: int = 0, **options: Any) -> None:
-        super().__init__()
-        blocks: list[nn.Module] = [nn.Linear(30, 30) for _ in range(3)]
-        if where >= 0:
-            blocks[where] = Fault(**options)
-        self.net = nn.Sequential(nn.Flatten(), *blocks, nn.Linear(30, CLASSES))
+class Failing(Task):
+    """One of three layers fails after the first step, or from the first window on."""
 
-    def forward(self, features: Any) -> Any:
-        for part in self.net:
-            if isinstance(part, Fault):
-                part.armed = False
-        return self.net(features)
+    def __init__(self, where: int, **options: Any) -> None:
+        blocks: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        blocks[where] = Fault(**options)
+        super().__init__(nn.Sequential(nn.Flatten(), *blocks, nn.Linear(WIDTH, CLASSES)))
+        self.where = where
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        for part in self.net:
-            if isinstance(part, Fault):
-                part.armed = self.trainer.global_step > 0 or self.trainer.accumulate_grad_batches > 1
+        self.net[self.where + 1].armed = self.trainer.global_step > 0 or self.trainer.accumulate_grad_batches > 1
         return nn.functional.cross_entropy(self.net(batch["features"]), batch["label"])
 
 
 CUT = {"cut_before": ["net.2", "net.3"], "micro_batches": 4}
-
-
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit]
 # On three devices, and four stages on two.
 LOOP = {"cut_before": ["net.2", "net.3", "net.4"], "schedule": "interleaved_1f1b"}
@@ -139,32 +139,26 @@ TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Transforming(Base):
-    def __init__(self, transform: Callable[[Any, Any], Any], through: bool = True) -> None:
-        super().__init__()
-        self.transform, self.through = transform, through
-        self.net = nn.Sequential(
-            nn.Flatten(0), nn.Unflatten(0, (-1, FEATURES)), nn.Linear(FEATURES, 4), nn.Linear(4, 1)
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.through:
-            return self.transform(self.net, batch["features"]).square().mean()
-        return self.net(self.transform(torch.sin, batch["features"])).square().mean()
+def transforming(step: Callable[[Any, Any], Any]) -> Task:
+    parts = [nn.Flatten(0), nn.Unflatten(0, (-1, FEATURES)), nn.Linear(FEATURES, 4), nn.Linear(4, 1)]
+    return Task(nn.Sequential(*parts), step)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_of_the_network_are_refused(transform):
+    module = transforming(lambda module, batch: transform(module.net, batch["features"]).square().mean())
     with pytest.raises(StepError, match=r"network within a transform of torch\.func .* on one device, or with ddp\."):
-        quiet(**pipelined(2)).fit(Transforming(transform).double(), DataLoader(Batches(SIZES), batch_size=None))
+        quiet(**pipelined(2)).fit(module.double(), DataLoader(Batches([4]), batch_size=None))
+
+
+def transforms_the_sine() -> Task:
+    sine = TRANSFORMS["gradient"]
+    return transforming(lambda module, batch: module.net(sine(torch.sin, batch["features"])).square().mean())
 
 
 def test_transforms_of_other_functions():
-    def make() -> Any:
-        return Transforming(TRANSFORMS["gradient"], through=False)
-
-    assert_same_run(fit(make, SIZES), fit(make, SIZES, **pipelined(2)))
+    assert_as_on_one_device(transforms_the_sine, pipelined(2))
 
 
 class FailingStep(Mlp):
@@ -245,7 +239,6 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
 
     options: dict[str, Any] = {"accumulate_grad_batches": 2}
     expected = fit(lambda: make(at=10**6), SIZES, **options)
-    gradients = Gradients()
     recovery = OOMRecovery()
 
     def failing() -> Any:
@@ -253,13 +246,13 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
 
     devices, schedule = plan
     options |= pipelined(devices, threads=threads, **{**CUT, **schedule})
-    module, _, trainer = fit(failing, SIZES, **options, callbacks=[gradients, recovery])
-    assert_same_run(expected, (module, gradients.seen, trainer))
-    assert module.net[stage + 1].calls > 2 * (4 + 4 + 4)
+    run = fit(failing, SIZES, **options, callbacks=[recovery])
+    assert_same(expected, run)
+    assert run.module.net[stage + 1].calls > 2 * (4 + 4 + 4)
     assert recovery.events[-1].device == str(options["strategy"].devices[stage % devices])
 
 
-# Bad input
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -276,16 +269,6 @@ def test_a_stage_that_runs_out_of_memory_takes_smaller_micro_batches(stage, phas
         ({"speeds": [1, float("nan")]}, "speeds are numbers above 0"),
         ({"speeds": 2}, "speeds are numbers above 0"),
         ({"threads": 2}, "threads is True, False or None, not 2"),
-    ],
-)
-def test_wrong_arguments(options, told):
-    with pytest.raises(ConfigurationError, match=told):
-        PipelineStrategy(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
         ({"cut_before": ["a", "b"]}, r"cut_before must have 1 entries for 2 devices.*has 2: \['a', 'b'\]"),
         ({"link_speeds": [1000, 0]}, "link_speeds are MiB per second above 0"),
         ({"link_speeds": [1000]}, "link_speeds must have 2 entries for 2 devices"),
@@ -294,24 +277,15 @@ def test_wrong_arguments(options, told):
         ({**LOOP, "speeds": [1] * 6}, "speeds must have 2 entries for 2 devices, 2 on each, but has 6"),
     ],
 )
-def test_arguments_that_do_not_fit_the_devices(options, told):
+def test_wrong_arguments(options, told):
     with pytest.raises(ConfigurationError, match=told):
         quiet(**pipelined(2, **options))
-
-
-def refused(
-    module: Any, told: str, error: type[Exception] = ConfigurationError, stages: int = 2, **options: Any
-) -> None:
-    trainer = quiet(**pipelined(stages, **options))
-    with pytest.raises(error, match=told):
-        trainer.fit(module.double(), DataLoader(Batches([4]), batch_size=None))
-    assert "forward" not in vars(module)
 
 
 class Untraceable(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(30, 9), nn.Linear(9, CLASSES)
+        self.one, self.other = nn.Linear(WIDTH, 9), nn.Linear(9, CLASSES)
 
     def forward(self, features: Any) -> Any:
         hidden = self.one(features.flatten(1))
@@ -320,72 +294,15 @@ class Untraceable(Base):
         return self.other(hidden)
 
 
-def test_a_network_that_cannot_be_followed():
-    refused(Untraceable(), r"Untraceable.forward, line \d+: `if hidden.sum\(\) > 0:`.*nn.Sequential.*single_device")
+def in_place() -> Mlp:
+    module = Mlp()
+    module.net[2] = nn.ReLU(inplace=True)
+    return module
 
 
-def test_a_network_whose_only_block_cannot_be_followed():
-    class Around(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Untraceable()
-
-        def forward(self, features: Any) -> Any:
-            return self.net(features)
-
-    refused(
-        Around(),
-        r"not enough for 2 stages.*'net' \(Untraceable\), which .* is one block.*Untraceable.forward, line \d+",
-    )
-
-
-def test_more_stages_than_blocks():
-    class Small(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(30, CLASSES))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return nn.functional.cross_entropy(self.net(batch["features"].flatten(1)), batch["label"])
-
-    refused(Small(), "has 1 block to cut between, which is not enough for 3 stages", stages=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("net.11", r"cut_before names 'net.11', which the network does not call. Did you mean 'net.1'"),
-        ("nett.1", r"Did you mean 'net.1'"),
-        ("zzz", r"which the network does not call. There are net, net.0, net.1"),
-        ("net.0", "that is where it begins"),
-    ],
-)
-def test_a_name_that_does_not_exist(name, told):
-    refused(Mlp(), told, cut_before=[name])
-
-
-def test_names_out_of_order():
-    refused(Mlp(), "it comes before the cut named earlier", stages=3, cut_before=["net.3", "net.1"])
-
-
-def test_a_cut_before_a_layer_that_writes_in_place():
-    class InPlace(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[2] = nn.ReLU(inplace=True)
-
-    refused(InPlace(), "what it begins with is changed in place", cut_before=["net.2"])
-
-
-def test_the_modules_own_cuts():
-    class Own(Mlp):
-        def pipeline_cuts(self) -> list[str]:
-            return ["net.3"]
-
-    trainer = quiet(**pipelined(2))
-    trainer.fit(Own().double(), DataLoader(Batches([4]), batch_size=None))
-    assert trainer.connected_strategy.portable.strategy_state()["cut_before"] == ["net.3"]
-    refused(Own(), "3 stages need 2 names to cut before, but there are 1", stages=3)
+class OwnCuts(Mlp):
+    def pipeline_cuts(self) -> list[str]:
+        return ["net.3"]
 
 
 class Box:
@@ -393,188 +310,65 @@ class Box:
         self.value = value
 
 
-class Boxing(Base):
-    """Two layers that exchange an object."""
+class First(nn.Linear):
+    """Hands on an object."""
 
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(30, 9)
+    def forward(self, x: Any) -> Any:
+        stay_whole(x)
+        return Box(super().forward(x))
 
-        def forward(self, x: Any) -> Any:
-            assert float(x.detach().sum()) is not None
-            return Box(self.layer(x.flatten(1)))
 
-    class Second(First):
-        def forward(self, box: Any) -> Any:
-            return self.layer(nn.functional.pad(box.value, (0, 21)))[:, :CLASSES]
+class Second(nn.Linear):
+    def forward(self, box: Any) -> Any:
+        stay_whole(box.value)
+        return super().forward(box.value)
 
+
+class ByHand(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(self.First(), self.Second(), nn.Linear(CLASSES, CLASSES))
+        self.automatic_optimization = False
 
-    def forward(self, features: Any) -> Any:
-        return self.net(features)
-
-
-def test_stages_that_exchange_objects():
-    refused(Boxing(), "'net' stays whole, since it cannot be followed: .*First returns a Box, which may change",
-            cut_before=["net.1"])  # fmt: skip
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch["features"])
 
 
-def test_a_network_that_is_called_with_an_object():
-    class Called(Boxing):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(Box(batch["features"])).mean()
+class OwnBackward(Mlp):
+    predict_step = ByHand.predict_step
 
-    refused(Called(), "The network is called with a Box, whose tensors a pipeline cannot see")
-
-
-class Twice(Mlp):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self(batch["features"]) + self.net(batch["features"])).mean()
+    def backward(self, loss: Any) -> None:
+        loss.backward()
 
 
-class Never(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(FEATURES, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.other(batch["features"]).mean()
+def compiled() -> Mlp:
+    module = Mlp()
+    module.net.compile()
+    return module
 
 
-def test_steps_that_call_the_network_twice_or_not_at_all():
-    refused(Twice(), "calls the network twice.*torch.cat", StepError)
-    refused(Never(), "did not call the network.*choose another strategy", StepError)
+def shared_statistics() -> Task:
+    """A layer with running statistics is called in two stages."""
+    inner = {"norm": nn.BatchNorm1d(WIDTH), "one": nn.Linear(WIDTH, WIDTH), "other": nn.Linear(WIDTH, CLASSES)}
+    return Task(network(lambda self, x: self.other(self.norm(self.one(self.norm(x.flatten(1))))), **inner))
 
 
-class Changing(Mlp):
-    """Changes a weight or a gradient before or after its call of the network."""
-
-    def __init__(self, change: Callable[[Any], Any], *, after: bool = False) -> None:
-        super().__init__()
-        self.change = change
-        self.after = after
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx) if self.after else None
-        with torch.no_grad():
-            self.change(next(self.net.parameters()))
-        return super().training_step(batch, batch_idx) if loss is None else loss
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize(
-    "change", [lambda weight: weight.clamp_(-0.1, 0.1), lambda weight: weight.data.mul_(0.9)], ids=["itself", "data"]
-)
-def test_steps_that_change_weights(change: Any, after: bool) -> None:
-    refused(
-        Changing(change, after=after), r"changes 'net\..*weight', .*once for each micro-batch.*in a hook", StepError
-    )
-
-
-def test_steps_that_change_gradients() -> None:
-    def halve(weight: Any) -> None:
-        if weight.grad is not None:
-            weight.grad.mul_(0.5)
-
-    run = quiet(**pipelined(2), accumulate_grad_batches=2)
-    with pytest.raises(StepError, match=r"changes the gradient of 'net\..*weight'"):
-        run.fit(Changing(halve).double(), DataLoader(Batches([4, 4]), batch_size=None))
-
-
-class Slopes(Mlp):
-    """Takes the gradients of the output, or of the loss, with respect to something."""
-
-    def __init__(self, of_output: bool) -> None:
-        super().__init__()
-        self.of_output = of_output
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        features = batch["features"].clone().requires_grad_()
-        output = self(features)
-        loss = output.square().mean()
-        given = output if self.of_output else features
-        slopes = torch.autograd.grad(output.pow(3).sum(), given, create_graph=True, allow_unused=True)[0]
-        return loss if slopes is None else loss + slopes.square().mean()
-
-
-def test_gradients_through_the_network_within_a_step() -> None:
-    refused(Slopes(of_output=False), "takes gradients through the network.*with dp or ddp", StepError)
-    # The graph after the network is whole.
-    weights = []
-    for options in ({"accelerator": "cpu", "devices": 1}, pipelined(2)):
-        torch.manual_seed(0)
-        module = Slopes(of_output=True).double()
-        quiet(**options).fit(module, DataLoader(Batches([4, 4]), batch_size=None))
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
-    torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
-def test_modules_that_want_to_do_it_themselves():
-    class ByHand(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch["features"])
-
-    class OwnBackward(Mlp):
-        predict_step = ByHand.predict_step
-
-        def backward(self, loss: Any) -> None:
-            loss.backward()
-
-    class Compiled(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.compile()
-
-    for make, told in ((ByHand, "optimises by hand"), (OwnBackward, "overrides `backward`")):
-        refused(make(), told)
-        # An evaluation has no backward.
-        quiet(**pipelined(2)).predict(make().double(), DataLoader(Batches([4]), batch_size=None))
-    refused(Compiled(), "is compiled.*Leave torch.compile out")
-
-
-class SharedStatistics(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(30)
-        self.one, self.other = nn.Linear(30, 30), nn.Linear(30, CLASSES)
-
-    def forward(self, features: Any) -> Any:
-        return self.other(self.norm(self.one(self.norm(features.flatten(1)))))
-
-
-def test_shared_layers_with_statistics_cannot_have_copies():
-    trainer = quiet(**pipelined(2, Copying, cut_before=["one"]))
-    with pytest.raises(ConfigurationError, match=r"'norm' is used by two stages.*running statistics"):
-        trainer.fit(SharedStatistics().double(), DataLoader(Batches([8]), batch_size=None))
-
-
-def test_shared_layers_with_statistics_on_one_device():
-    trainer = quiet(**pipelined(2, cut_before=["one"], micro_batches=2), sync_batchnorm=True)
-    trainer.fit(SharedStatistics().double(), DataLoader(Batches([8]), batch_size=None))
-
-
-def test_hooks_on_tied_weights_would_see_a_part():
-    module = Tokens().double()
+def hooked_tied_weight() -> Tokens:
+    module = Tokens()
     module.net.embedding.weight.register_hook(lambda gradient: gradient)
-    trainer = quiet(**pipelined(2, Copying))
-    with pytest.raises(ConfigurationError, match="has a hook, which would see the gradient of one of them"):
-        trainer.fit(module, DataLoader(Batches([8]), batch_size=None))
+    return module
 
 
-def test_memory_that_is_not_enough(monkeypatch):
-    monkeypatch.setattr("equipoise.extensions.pipeline.planning.cut._RESERVE", 1e-9)
-    refused(Mlp(), "No cut of the network fits into memory; the best would need: stage 0 on (cpu|cuda:0) ")
+def packing() -> Task:
+    def step(module: Any, batch: Any) -> Any:
+        lengths = torch.tensor([2] * len(batch["features"]))
+        return module.net(nn.utils.rnn.pack_padded_sequence(batch["features"], lengths, batch_first=True))[1][0].sum()
+
+    return Task(nn.LSTM(FEATURES, 4), step)
 
 
-# Refusals that name a way out
+def asking(*blocks: nn.Module) -> Task:
+    """So few blocks that three devices with two stages each cannot share them."""
+    return Task(nn.Sequential(*blocks))
 
 
 class Asks(nn.Module):
@@ -582,7 +376,7 @@ class Asks(nn.Module):
 
     def __init__(self, width: int, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.layer, self.inner = nn.Linear(30, width), inner
+        self.layer, self.inner = nn.Linear(WIDTH, width), inner
 
     def forward(self, features: Any) -> Any:
         hidden = self.layer(features.flatten(1))
@@ -590,40 +384,196 @@ class Asks(nn.Module):
         return hidden * 2 if hidden.sum() > 1e9 else hidden
 
 
-def refusal(*blocks: nn.Module) -> str:
-    """The message for a network in so few blocks that three devices with two stages each cannot share them."""
-    module = Mlp()
-    module.net = nn.Sequential(*blocks)
-    with pytest.raises(ConfigurationError, match="not enough for 6 stages") as raised:
-        quiet(**pipelined(3, schedule="looped_bfs")).fit(module.double(), DataLoader(Batches(SIZES), batch_size=None))
-    return str(raised.value)
+THREE = {"stages": 3}
+NETWORKS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "asks for a value": (
+        Untraceable,
+        {},
+        r"Untraceable.forward, line \d+: `if hidden.sum\(\) > 0:`.*nn.Sequential.*single_device",
+    ),
+    "its only block asks for a value": (
+        lambda: Task(Untraceable()),
+        {},
+        r"not enough for 2 stages.*'net' \(Untraceable\), which .* is one block.*Untraceable.forward, line \d+",
+    ),
+    "one block": (
+        lambda: Task(
+            nn.Sequential(nn.Linear(FEATURES, CLASSES)), lambda module, batch: module.net(batch["features"]).mean()
+        ),
+        THREE,
+        "has 1 block to cut between, which is not enough for 3 stages",
+    ),
+    "a name that is not called": (
+        Mlp,
+        {"cut_before": ["net.11"]},
+        r"cut_before names 'net.11', which the network does not call. Did you mean 'net.1'",
+    ),
+    "a name of another network": (Mlp, {"cut_before": ["nett.1"]}, r"Did you mean 'net.1'"),
+    "a name like no other": (
+        Mlp,
+        {"cut_before": ["zzz"]},
+        r"which the network does not call. There are net, net.0, net.1",
+    ),
+    "a cut at the beginning": (Mlp, {"cut_before": ["net.0"]}, "that is where it begins"),
+    "names out of order": (
+        Mlp,
+        {**THREE, "cut_before": ["net.3", "net.1"]},
+        "it comes before the cut named earlier",
+    ),
+    "a cut before a change in place": (
+        in_place,
+        {"cut_before": ["net.2"]},
+        "what it begins with is changed in place",
+    ),
+    "too few cuts of its own": (OwnCuts, THREE, "3 stages need 2 names to cut before, but there are 1"),
+    "stages that exchange an object": (
+        lambda: layers(First(WIDTH, WIDTH), Second(WIDTH, WIDTH)),
+        {"cut_before": ["net.2"]},
+        "'net' stays whole, since it cannot be followed: .*First returns a Box, which may change",
+    ),
+    "a call with an object": (
+        lambda: layers(nn.Linear(WIDTH, WIDTH), step=lambda module, batch: module.net(Box(batch["features"]))),
+        {},
+        "The network is called with a Box, whose tensors a pipeline cannot see",
+    ),
+    "a call with a packed sequence": (packing, {}, r"called with a PackedSequence.*pack within a submodule"),
+    "optimises by hand": (ByHand, {}, "optimises by hand"),
+    "a backward of its own": (OwnBackward, {}, "overrides `backward`"),
+    "compiled": (compiled, {}, "is compiled.*Leave torch.compile out"),
+    "copies of a layer with statistics": (
+        shared_statistics,
+        {"strategy": Copying, "cut_before": ["net.one"]},
+        r"'net.norm' is used by two stages.*running statistics",
+    ),
+    "a hook on a tied weight": (
+        hooked_tied_weight,
+        {"strategy": Copying},
+        "has a hook, which would see the gradient of one of them",
+    ),
+    "too few blocks": (
+        lambda: asking(Asks(WIDTH), Asks(WIDTH, Asks(60)), nn.Linear(60, CLASSES)),
+        {**THREE, "schedule": "looped_bfs"},
+        r"not enough for 6 stages.*Give fewer devices or stages_per_device.*'net.1' \(Asks\), which has .*"
+        r"Asks.forward, line.*`return hidden \* 2 if hidden.sum\(\) > 1e9 else hidden`",
+    ),
+}
 
 
-def test_too_few_blocks_names_the_largest_that_stays_whole_and_is_not_in_another() -> None:
-    told = refusal(Asks(30), Asks(30, Asks(60)), nn.Linear(60, CLASSES))
-    assert "Give fewer devices or stages_per_device" in told
-    assert "'net.1' (Asks), which has " in told
-    assert "Asks.forward, line" in told
-    assert "`return hidden * 2 if hidden.sum() > 1e9 else hidden`" in told
+def refused(make: Any, told: str, error: type[Exception], *, stages: int = 2, sizes: Any = (8,), **options: Any) -> str:
+    """Check that a fit is refused, and leaves the module as it was; return the message."""
+    module = make().double()
+    given = {name: options.pop(name) for name in ("accumulate_grad_batches",) if name in options}
+    with pytest.raises(error, match=told) as caught:
+        quiet(**pipelined(stages, **options), **given).fit(module, DataLoader(Batches(sizes), batch_size=None))
+    assert "forward" not in vars(module)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
+@pytest.mark.parametrize("case", NETWORKS)
+def test_networks_and_cuts_that_are_refused(case):
+    make, options, told = NETWORKS[case]
+    refused(make, told, ConfigurationError, **options)
 
 
 def test_one_block_is_not_told_to_take_fewer_devices() -> None:
-    told = refusal(Asks(CLASSES))
+    words = "not enough for 6 stages.*choose another strategy, such as 'dp' or 'ddp'"
+    told = refused(lambda: asking(Asks(CLASSES)), words, ConfigurationError, stages=3, schedule="looped_bfs")
     assert "fewer devices" not in told
-    assert "choose another strategy, such as 'dp' or 'ddp'" in told
 
 
-class Packing(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.LSTM(6, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        lengths = torch.tensor([2] * len(batch["features"]))
-        packed = nn.utils.rnn.pack_padded_sequence(batch["features"], lengths, batch_first=True)
-        return self.net(packed)[1][0].sum()
+def test_memory_that_is_not_enough(monkeypatch):
+    monkeypatch.setattr("equipoise.extensions.pipeline.planning.cut._RESERVE", 1e-9)
+    told = "No cut of the network fits into memory; the best would need: stage 0 on (cpu|cuda:0) "
+    refused(Mlp, told, ConfigurationError)
 
 
-def test_a_packed_sequence_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"called with a PackedSequence.*pack within a submodule"):
-        quiet(**pipelined(2)).fit(Packing().double(), DataLoader(Batches(SIZES), batch_size=None))
+# Steps
+
+
+def calls_twice(module: Any, batch: Any) -> Any:
+    return (module(batch["features"]) + module.net(batch["features"])).mean()
+
+
+def never_calls(module: Any, batch: Any) -> Any:
+    return (module.other.weight * batch["features"]).mean()
+
+
+def beside_network(step: Callable[[Any, Any], Any]) -> Task:
+    module = layers(nn.Linear(WIDTH, WIDTH), nn.Tanh(), step=step)
+    module.other = nn.Linear(FEATURES, 1)
+    return module
+
+
+def changing(change: Callable[[Any], Any], *, after: bool = False) -> Task:
+    """Its step changes a weight or a gradient before or after its call of the network."""
+
+    def step(module: Any, batch: Any) -> Any:
+        loss = module(batch["features"]).mean() if after else None
+        with torch.no_grad():
+            change(next(module.net.parameters()))
+        return module(batch["features"]).mean() if loss is None else loss
+
+    return beside_network(step)
+
+
+def halve_gradient(weight: Any) -> None:
+    if weight.grad is not None:
+        weight.grad.mul_(0.5)
+
+
+def slopes(*, of_output: bool) -> Task:
+    """Its step takes the gradients of the output, or of the loss, with respect to something."""
+
+    def step(module: Any, batch: Any) -> Any:
+        features = batch["features"].clone().requires_grad_()
+        output = module(features)
+        given = output if of_output else features
+        slopes = torch.autograd.grad(output.pow(3).sum(), given, create_graph=True, allow_unused=True)[0]
+        return output.square().mean() + (0 if slopes is None else slopes.square().mean())
+
+    return beside_network(step)
+
+
+def slopes_of_output() -> Task:
+    return slopes(of_output=True)
+
+
+CHANGED = r"changes 'net\..*weight', .*once for each micro-batch.*in a hook"
+STEPS: dict[str, tuple[Any, str]] = {
+    "calls the network twice": (lambda: beside_network(calls_twice), "calls the network twice.*torch.cat"),
+    "never calls it": (lambda: beside_network(never_calls), "did not call the network.*choose another strategy"),
+    "changes a weight before": (lambda: changing(lambda weight: weight.clamp_(-0.1, 0.1)), CHANGED),
+    "changes data of a weight after": (lambda: changing(lambda weight: weight.data.mul_(0.9), after=True), CHANGED),
+    "changes data of a weight before": (lambda: changing(lambda weight: weight.data.mul_(0.9)), CHANGED),
+    "changes a gradient": (lambda: changing(halve_gradient), r"changes the gradient of 'net\..*weight'"),
+    "takes gradients": (
+        lambda: slopes(of_output=False),
+        "takes gradients through the network.*with dp or ddp",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_steps_that_are_refused(case):
+    make, told = STEPS[case]
+    refused(make, told, StepError, sizes=(4, 4), accumulate_grad_batches=2)
+
+
+def test_gradients_of_the_output_are_taken_in_a_step():
+    """The graph after the network is whole."""
+    assert_as_on_one_device(slopes_of_output, pipelined(2))
+
+
+@pytest.mark.parametrize("make", [ByHand, OwnBackward])
+def test_modules_with_a_backward_of_their_own_are_evaluated(make):
+    quiet(**pipelined(2)).predict(make().double(), DataLoader(Batches([4]), batch_size=None))
+
+
+def test_the_modules_own_cuts():
+    run = fit(OwnCuts, (4,), **pipelined(2))
+    assert run.trainer.connected_strategy.portable.strategy_state()["cut_before"] == ["net.3"]
+
+
+def test_shared_layers_with_statistics_on_one_device():
+    fit(shared_statistics, (8,), sync_batchnorm=True, **pipelined(2, cut_before=["net.one"], micro_batches=2))

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from equipoise import PipelineStrategy, StepError, Trainer
+from equipoise import StepError
+from tests.support.batches import FEATURES as WIDTH
+from tests.support.equality import assert_equal
+from tests.support.networks.layers import Task
+from tests.support.pipelines import assert_same, fit, pipelined, processes
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
-
-WIDTH = 6
 
 
 class Layer(nn.Module):
@@ -33,46 +33,41 @@ class Layer(nn.Module):
         return torch.tanh(x / self.temperature)
 
 
-class Model(L.LightningModule):
+class Model(Task):
     """The weight of the first stage is tied to that of the last."""
 
     make_optimizer: Callable[..., Any] = staticmethod(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
         linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
         linears[3].weight = linears[0].weight
-        self.net = nn.Sequential(linears[0], Layer(), linears[1], nn.LeakyReLU(0.3), linears[2], nn.Tanh(), linears[3])
+        parts = [linears[0], Layer(), linears[1], nn.LeakyReLU(0.3), linears[2], nn.Tanh(), linears[3]]
+        super().__init__(nn.Sequential(*parts))
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.net(batch[0]).sum(1) - batch[1]).square().mean()
+        return (self.net(batch["features"].mean(1)).sum(1) - batch["label"]).square().mean()
 
     def configure_optimizers(self) -> Any:
         return self.make_optimizer(self.parameters())
 
 
-def fit(module: L.LightningModule, strategy: Any, **options: Any) -> Any:
-    draw = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(8, WIDTH, generator=draw), torch.randn(8, generator=draw)) for _ in range(4)]
-    devices = ["cpu"] * (1 if strategy == "single_device" else 2)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = Trainer(
-        strategy=strategy, devices=devices, max_epochs=2, precision="64-true", logger=False, **quiet, **options
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return [module.state_dict(), trainer.optimizers[0].state_dict()["state"], module.seen]
+def hooking(hook: str, act: Callable[[Any], Any]) -> Callable[[], Model]:
+    """Make modules that do something in a hook."""
+
+    def make() -> Model:
+        module = Model()
+        setattr(module, hook, lambda *args: act(module))
+        return module
+
+    return make
 
 
-def processes(**options: Any) -> PipelineStrategy:
-    return PipelineStrategy(engine="processes", timeout=60.0, cut_before=None, **options)
-
-
-def compare(make: Callable[[], L.LightningModule], **options: Any) -> None:
-    expected = fit(make(), "single_device", **options)
-    for schedule in ("1f1b", "interleaved_1f1b"):
-        torch.testing.assert_close(fit(make(), processes(schedule=schedule), **options), expected, rtol=0, atol=1e-12)
+def compare(make: Callable[[], Model], schedule: str, **options: Any) -> None:
+    options["sizes"] = (8, 8, 8, 8)
+    expected, actual = fit(make, **options), fit(make, **processes(2, schedule=schedule), **options)
+    assert_same(expected, actual)
+    assert_equal(expected.module.seen, actual.module.seen, 1e-12)
 
 
 # Optimisers
@@ -119,17 +114,24 @@ def clamping(parameters: Any) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("make", [ByNorm, ByLoss, clamping])
-def test_optimizers_that_look_at_all_parameters_or_at_the_loss(make: Any) -> None:
-    def module() -> Model:
-        model = Model()
-        model.make_optimizer = lambda p: make(p) if make is clamping else make(p, lr=0.01)
-        return model
-
-    compare(module)
+OPTIMIZERS = {
+    "all norms": lambda p: ByNorm(p, lr=0.01),
+    "losses": lambda p: ByLoss(p, lr=0.01),
+    "all values": clamping,
+}
 
 
-# What lies in other processes
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_that_look_at_all_parameters_or_at_the_loss(make_optimizer: Any) -> None:
+    def make() -> Model:
+        module = Model()
+        module.make_optimizer = make_optimizer
+        return module
+
+    compare(make, "interleaved_1f1b")
+
+
+# Tensors of other processes
 
 
 def buffers(module: Any) -> None:
@@ -161,35 +163,31 @@ def loaded_states(module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "act", "window"),
+    ("hook", "act", "window", "schedule"),
     [
-        ("on_train_batch_end", buffers, 1),
-        ("on_before_optimizer_step", tied_weight, 1),
-        ("on_train_batch_end", tied_weight, 1),
-        ("on_after_backward", tied_gradient, 2),
-        ("on_before_optimizer_step", tied_gradient, 1),
-        ("on_train_batch_end", states, 1),
-        ("on_train_epoch_end", loaded_states, 1),
+        ("on_train_batch_end", buffers, 1, "1f1b"),
+        ("on_before_optimizer_step", tied_weight, 1, "1f1b"),
+        ("on_train_batch_end", tied_weight, 1, "interleaved_1f1b"),
+        ("on_after_backward", tied_gradient, 2, "1f1b"),
+        ("on_before_optimizer_step", tied_gradient, 1, "interleaved_1f1b"),
+        ("on_train_batch_end", states, 1, "1f1b"),
+        ("on_train_epoch_end", loaded_states, 1, "interleaved_1f1b"),
     ],
 )
-def test_reads_and_changes_are_those_of_one_device(hook: str, act: Any, window: int) -> None:
-    def module() -> Model:
-        model = Model()
-        setattr(model, hook, lambda *args: act(model))
-        return model
+def test_reads_and_changes_are_those_of_one_device(hook: str, act: Any, window: int, schedule: str) -> None:
+    compare(hooking(hook, act), schedule, accumulate_grad_batches=window)
 
-    compare(module, accumulate_grad_batches=window)
+
+class Reads(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(self.net[1].total.sum().item())
+        return loss
 
 
 def test_a_buffer_is_not_read_within_a_step() -> None:
-    class Reads(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.seen.append(self.net[1].total.sum().item())
-            return loss
-
     with pytest.raises(StepError, match=r"buffer of another stage .* during a step.*on_train_batch_end"):
-        fit(Reads(), processes())
+        fit(Reads, **processes(2))
 
 
 # Layers
@@ -222,10 +220,8 @@ def hooked(module: Any) -> None:
     ],
 )
 def test_layers_that_are_changed_in_a_run_are_refused(act: Any, engine: Any, message: str) -> None:
-    model = Model()
-    model.on_train_epoch_end = lambda: act(model)  # type: ignore[method-assign]
     with pytest.raises(StepError, match=message):
-        fit(model, PipelineStrategy(engine=engine, cut_before=["net.4"]))
+        fit(hooking("on_train_epoch_end", act), **pipelined(2, engine=engine, cut_before=["net.4"]))
 
 
 # Profiles
@@ -235,5 +231,5 @@ def test_layers_that_are_changed_in_a_run_are_refused(act: Any, engine: Any, mes
 def test_a_profile_measures_a_batch_as_a_whole(engine: Any, tmp_path: Path) -> None:
     """The steps of micro-batches run in threads of their own, at the same time, and a profiler works in one only."""
     profiler = SimpleProfiler(dirpath=tmp_path, filename="report")
-    fit(Model(), PipelineStrategy(engine=engine), profiler=profiler)
+    fit(Model, profiler=profiler, **pipelined(2, engine=engine))
     assert "run_training_batch" in (tmp_path / "fit-report.txt").read_text()

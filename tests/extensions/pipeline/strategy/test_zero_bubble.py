@@ -8,102 +8,78 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from equipoise import ConfigurationError, PipelineStrategy
-from tests.extensions.pipeline.strategy.test_pipeline import SIZES, Dropping, reference
+from equipoise import ConfigurationError
+from tests.extensions.pipeline.strategy.networks import dropping
 from tests.support.batches import CLASSES, FEATURES
-from tests.support.networks.transparency import Base, Mlp
-from tests.support.one_device import assert_same_run
-from tests.support.pipelines import Tokens, fit, pipelined, stay_whole
+from tests.support.networks.layers import WIDTH, Task, layers, network
+from tests.support.networks.transparency import Mlp
+from tests.support.pipelines import Tokens, assert_as_on_one_device, assert_same, fit, pipelined, stay_whole
 
 
-def zero(devices: int = 2, each: int = 2, strategy: Any = PipelineStrategy, **options: Any) -> dict[str, Any]:
-    given = {"schedule": "interleaved_zero_bubble", "stages_per_device": each, "micro_batches": 4, **options}
-    return pipelined(devices, strategy, **given)
+def zero(devices: int = 2, **options: Any) -> dict[str, Any]:
+    return pipelined(devices, **{"schedule": "interleaved_zero_bubble", "micro_batches": 4, **options})
 
 
-class InTheStep(Base):
+def cross_entropy(logits: Tensor, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits, batch["label"])
+
+
+def changes_the_output() -> Task:
     """The step changes the output in place, uses it twice, and what was computed before once more."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 6)
-        self.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
-        self.head = nn.Linear(6, CLASSES)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def step(self: Any, batch: Any) -> Tensor:
         hidden = torch.tanh(self.first(batch["features"].mean(1)))
         made = self.net(hidden)
         made *= 2
         made[:, 0] = 0
-        more = self.head(made + hidden) + made.sum(1, keepdim=True)
-        return nn.functional.cross_entropy(more, batch["label"]) + hidden.square().mean()
+        return cross_entropy(self.head(made + hidden) + made.sum(1, keepdim=True), batch) + hidden.square().mean()
+
+    module = Task(nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))), step)
+    module.first, module.head = nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES)
+    return module
 
 
-class Hooked(Base):
+def hooked() -> Task:
     """Hooks on gradients of weights and of activations, and frozen layers."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(30, 30)
-            self.layer.weight.register_hook(lambda gradient: gradient * 3)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        stay_whole(x)
+        made = torch.tanh(self.layer(x))
+        if made.requires_grad:
+            made.register_hook(lambda gradient: gradient * 0.5)
+        return made
 
-        def forward(self, x: Any) -> Any:
-            stay_whole(x)
-            made = torch.tanh(self.layer(x))
-            if made.requires_grad:
-                made.register_hook(lambda gradient: gradient * 0.5)
-            return made
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), *(self.Block() for _ in range(5)), nn.Linear(30, CLASSES))
-        self.net[2].requires_grad_(False)
-
-    def forward(self, features: Any) -> Any:
-        return self.net(features)
+    module = layers(*(network(forward, layer=nn.Linear(WIDTH, WIDTH)) for _ in range(5)))
+    for block in module.net[1:6]:
+        block.layer.weight.register_hook(lambda gradient: gradient * 3)
+    module.net[2].requires_grad_(False)
+    return module
 
 
-class Repeating(Base):
+def repeating() -> Task:
     """Blocks that compute their activations again, as users write it."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        stay_whole(x)
+        return checkpoint(self.inner, x, use_reentrant=False)
 
-        def forward(self, x: Any) -> Any:
-            stay_whole(x)
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), *(self.Block() for _ in range(4)), nn.Linear(30, CLASSES))
-
-    def forward(self, features: Any) -> Any:
-        return self.net(features)
+    inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    return layers(*(network(forward, inner=each) for each in inner))
 
 
-class Beside(Base):
-    """The loss takes something of the last stage that is no output: what a layer has kept."""
+def takes_what_a_layer_has_kept() -> Task:
+    """The loss takes something of the last stage that is no output."""
 
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(30, 30), nn.Linear(30, CLASSES)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        stay_whole(x)
+        self.kept = torch.tanh(self.first(x))
+        return self.second(self.kept)
 
-        def forward(self, x: Any) -> Any:
-            stay_whole(x)
-            self.kept = torch.tanh(self.first(x))
-            return self.second(self.kept)
+    def step(self: Any, batch: Any) -> Tensor:
+        return cross_entropy(self.net(batch["features"]), batch) + self.net[-1].kept.square().mean()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), *(nn.Linear(30, 30) for _ in range(3)), self.Last())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch["features"])
-        return nn.functional.cross_entropy(logits, batch["label"]) + self.net[-1].kept.square().mean()
+    last = network(forward, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, CLASSES))
+    return Task(nn.Sequential(nn.Flatten(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)), last), step)
 
 
 @dataclass
@@ -112,66 +88,50 @@ class Output:
     hidden: Tensor
 
 
-class Unusual(Base):
-    """The output is an object, which nobody can look into; so is part of it."""
+def returns_an_object() -> Task:
+    """Nobody can look into a part of the output."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Flatten(), *(nn.Linear(30, 30) for _ in range(4)))
-            self.wrap = Unusual.Wrap()
+    def wrap(self: Any, x: Tensor) -> Any:
+        stay_whole(x)
+        logits = self.head(x)
+        return Output(logits, x), logits
 
-        def forward(self, x: Any) -> Any:
-            return self.wrap(self.layers(x))
-
-    class Wrap(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(30, CLASSES)
-
-        def forward(self, x: Any) -> Any:
-            stay_whole(x)
-            logits = self.head(x)
-            return Output(logits, x), logits
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = self.Net()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def step(self: Any, batch: Any) -> Tensor:
         made, logits = self.net(batch["features"])
-        loss = nn.functional.cross_entropy(made.logits + logits, batch["label"])
-        return loss + made.hidden.square().mean()
+        return cross_entropy(made.logits + logits, batch) + made.hidden.square().mean()
+
+    last = network(wrap, head=nn.Linear(WIDTH, CLASSES))
+    return Task(nn.Sequential(nn.Flatten(), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), last), step)
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("threads", [None, True])
-@pytest.mark.parametrize("make", [InTheStep, Hooked, Repeating, Beside, Unusual])
-def test_steps_and_hooks(make, threads):
-    assert_same_run(reference(make), fit(make, SIZES, **zero(threads=threads)))
+@pytest.mark.parametrize(
+    "make", [changes_the_output, hooked, repeating, takes_what_a_layer_has_kept, returns_an_object]
+)
+def test_steps_and_hooks_see_gradients_as_on_one_device(make, threads):
+    assert_as_on_one_device(make, zero(threads=threads))
 
 
-def test_the_same_as_with_whole_backwards_to_the_bit():
+def test_split_backwards_are_whole_ones_to_the_bit():
     """With dropout, whose masks follow from the order of forwards: all at once at first, since there are few."""
     cut = {"cut_before": ["net.2", "net.3", "net.4.1"], "micro_batches": 2}
-    runs = [fit(Dropping, SIZES, **zero(**cut)), fit(Dropping, SIZES, **zero(**cut))]
-    assert_same_run(*runs, 0.0)
-    whole = fit(Dropping, SIZES, **zero(**cut, schedule="interleaved_1f1b"))
-    assert_same_run(whole, runs[0], 0.0)
+    split = fit(dropping, **zero(**cut))
+    assert_same(split, fit(dropping, **zero(**cut)), 0.0)
+    assert_same(fit(dropping, **zero(**cut, schedule="interleaved_1f1b")), split, 0.0)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(precision):
     """A weight that is cast once for several uses."""
-    options = {"precision": precision, "max_epochs": 1}
-    expected = fit(Tokens, [8, 8], **options, **zero(schedule="interleaved_1f1b"))
-    assert_same_run(expected, fit(Tokens, [8, 8], **options, **zero()), 1e-2)
-    one = fit(Mlp, [8, 8], **options)
-    assert_same_run(one, fit(Mlp, [8, 8], **options, **zero(1, 2, micro_batches=1)), 1e-6)
+    options = {"precision": precision, "max_epochs": 1, "sizes": (8, 8)}
+    expected = fit(Tokens, **options, **zero(schedule="interleaved_1f1b"))
+    assert_same(expected, fit(Tokens, **options, **zero()), 1e-2)
+    assert_as_on_one_device(Mlp, zero(1, micro_batches=1), 1e-6, **options)
 
 
 def test_activation_checkpointing_is_refused():
     with pytest.raises(
         ConfigurationError, match="for each of which activation_checkpointing would compute the forward"
     ):
-        fit(Mlp, SIZES, activation_checkpointing=["net.*"], **zero())
+        fit(Mlp, activation_checkpointing=["net.*"], **zero())

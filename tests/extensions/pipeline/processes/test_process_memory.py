@@ -5,23 +5,22 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from equipoise import OOMRecovery, PipelineStrategy, Trainer, WorkerError
+from equipoise import OOMRecovery, PipelineStrategy, WorkerError
+from tests.support.networks.layers import WIDTH, Task, layers
+from tests.support.one_device import Run
 from tests.support.pairs import pairwise
-from tests.support.pipelines import stay_whole
-from tests.support.quiet import QUIET
+from tests.support.pipelines import assert_same, fit, pipelined, stay_whole
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*memory", r"ignore:Batch \d+ of \d+ samples"),
     pytest.mark.usefixtures("quick_collections"),
 ]
 
-WIDTH, STAGES = 4, 3
+STAGES = 3
 
 
 class Labelled(PipelineStrategy):
@@ -59,51 +58,26 @@ class Layer(nn.Module):
         return RunsOut.apply(made) if large and self.training and place == "backward" else made
 
 
-class Model(L.LightningModule):
-    def __init__(self, stage: int = -1, place: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(*(Layer(place if index == stage else "") for index in range(STAGES)))
+def run(
+    stage: int = -1, place: str = "", *, engine: str = "threads", micro_batches: int = 2, sizes: Any = (2, 8, 8, 2)
+) -> tuple[Run, OOMRecovery]:
+    """Train a module of which one stage runs out of memory, if any."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
+    def make() -> Task:
+        return layers(*(Layer(place if index == stage else "") for index in range(STAGES)))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.net(batch).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
-
-
-def fit(
-    module: Model, engine: str, *, micro_batches: int = 2, sizes: Sequence[int] = (2, 8, 8, 2)
-) -> tuple[Model, OOMRecovery, float]:
     recovery = OOMRecovery()
-    trainer = Trainer(
-        strategy=Labelled(engine=engine, micro_batches=micro_batches, cut_before=["net.1", "net.2"], timeout=300.0),  # type: ignore[arg-type]
-        devices=["cpu"] * STAGES,
-        precision="64-true",
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        callbacks=[recovery],
-        **QUIET,
-    )
-    draw = torch.Generator().manual_seed(5)
+    cut = {"cut_before": ["net.2", "net.3"], "timeout": 300.0}
+    plan = pipelined(STAGES, Labelled, engine=engine, micro_batches=micro_batches, **cut)
     # The first batch has enough memory: what is followed of the forward is compared with it on the last device.
-    batches = [torch.randn(size, WIDTH, generator=draw, dtype=torch.float64) for size in sizes]
-    trainer.fit(module, *(DataLoader(batches, batch_size=None) for _ in range(2)))  # type: ignore[arg-type]
-    return module, recovery, float(trainer.callback_metrics["val"])
-
-
-def same(one: nn.Module, other: nn.Module) -> None:
-    for (name, expected), actual in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
+    options = {"val": sizes, "num_sanity_val_steps": 0, "callbacks": [recovery]}
+    return fit(make, sizes, **plan, **options), recovery
 
 
 @cache
-def undisturbed() -> tuple[Model, OOMRecovery, float]:
+def undisturbed() -> Run:
     """The run that has enough memory, made once."""
-    return fit(Model(), "threads", micro_batches=4)
+    return run(micro_batches=4)[0]
 
 
 PLACES = ["forward", "backward", "evaluation"]
@@ -112,10 +86,8 @@ PLACES = ["forward", "backward", "evaluation"]
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("stage", "place", "engine"), pairwise(range(STAGES), PLACES, ["threads", "processes"]))
 def test_the_device_is_named_and_the_batch_cut(stage: int, place: str, engine: str) -> None:
-    whole, _, val = undisturbed()
-    module, recovery, other_val = fit(Model(stage, place), engine)
-    same(whole, module)
-    assert other_val == pytest.approx(val, rel=1e-12)
+    actual, recovery = run(stage, place, engine=engine)
+    assert_same(undisturbed()._replace(gradients=[]), actual)
     assert recovery.events
     assert {event.device for event in recovery.events} == {f"cpu:{stage}"}
     assert {event.phase == "evaluation" for event in recovery.events} == {place == "evaluation"}
@@ -123,10 +95,9 @@ def test_the_device_is_named_and_the_batch_cut(stage: int, place: str, engine: s
 
 def test_memory_runs_out_while_the_forward_is_compared() -> None:
     """The comparison computes on the last device. A smaller micro-batch is compared instead."""
-    whole, _, val = fit(Model(), "threads", micro_batches=4, sizes=(8, 8, 2))
-    module, recovery, other_val = fit(Model(0, "forward"), "threads", sizes=(8, 8, 2))
-    same(whole, module)
-    assert other_val == pytest.approx(val, rel=1e-12)
+    whole, _ = run(micro_batches=4, sizes=(8, 8, 2))
+    actual, recovery = run(0, "forward", sizes=(8, 8, 2))
+    assert_same(whole._replace(gradients=[]), actual)
     assert recovery.events[0].device == f"cpu:{STAGES - 1}"
 
 
@@ -142,15 +113,19 @@ class Rate(float):
         return -float(self)
 
 
-class Stepping(Model):
+class Stepping(Task):
     def on_train_batch_start(self, *args: Any) -> None:
         self.optimizers().param_groups[0]["lr"] = Rate(0.5)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
 
 
 def test_a_step_of_another_process_s_optimizer_is_not_lost() -> None:
     """It is noticed when the next batch is computed, which could be done again, but without what that step had done."""
+
+    def make() -> Any:
+        module = Stepping(nn.Sequential(nn.Flatten(), *(nn.Linear(WIDTH, WIDTH) for _ in range(STAGES))))
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+        return module
+
+    plan = pipelined(STAGES, engine="processes", cut_before=["net.2", "net.3"], timeout=300.0)
     with pytest.raises(WorkerError, match=r"'optimize' failed after .* injected in the step"):
-        fit(Stepping(), "processes")
+        fit(make, (8, 8, 8), callbacks=[OOMRecovery()], **plan)

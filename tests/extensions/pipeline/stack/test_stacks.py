@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, Trainer
+from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy
 from equipoise.extensions.pipeline import network
 from equipoise.extensions.pipeline.planning.cut import Cut
 from equipoise.extensions.pipeline.planning.stage_costs import Stage
 from equipoise.extensions.pipeline.schedule.schedule import SCHEDULES
 from equipoise.extensions.pipeline.stack.stack_pipeline import StackPipeline
-from tests.support.pipelines import quiet
+from tests.support.batches import FEATURES
+from tests.support.networks.layers import Task
+from tests.support.networks.layers import network as written
+from tests.support.one_device import on_one_device
+from tests.support.pipelines import EachStep, assert_as_on_one_device, assert_same, fit, pipelined
 
-FEATURES, WIDTH, LAYERS = 4, 8, 6
+WIDTH, LAYERS = 8, 6
 
 
 class Layer(nn.Module):
@@ -48,7 +49,7 @@ class Network(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.last = nn.Linear(WIDTH, 1)
         self.depth = layers
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)  # one for each micro-batch
 
     def forward(self, value: Tensor) -> Tensor:
         self.calls += 1
@@ -73,60 +74,30 @@ def functional_of(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden + nn.functional.linear(nn.functional.linear(hidden, weight.t()), weight)
 
 
-class Module(L.LightningModule):
+class Module(Task):
     def __init__(self, network: Callable[[], nn.Module] = Network) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.net = network()
+        super().__init__(network())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.net(batch[0]).square().mean()
+        loss = self.net(batch["features"]).square().mean()
         self.log("loss", loss, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.net(batch[0]).mean())
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.02)
-
-
-def fit(
-    strategy: Any,
-    devices: int,
-    make: Callable[[], L.LightningModule] = Module,
-    *,
-    ckpt_path: Any = None,
-    **options: Any,
-) -> tuple[Any, Trainer]:
-    values = torch.randn(26, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    data = TensorDataset(values)
-    module = make()
-    trainer = quiet(strategy=strategy, devices=["cpu"] * devices, **{"max_epochs": 2, **options})
-    trainer.fit(module, DataLoader(data, 8), DataLoader(data, 8), ckpt_path=ckpt_path)
-    return module, trainer
-
-
-def same(actual: tuple[Any, Trainer], expected: tuple[Any, Trainer], tolerance: float = 1e-12) -> None:
-    weights = dict(actual[0].named_parameters())
-    for name, parameter in expected[0].named_parameters():
-        torch.testing.assert_close(weights[name], parameter, rtol=tolerance, atol=tolerance, msg=name)
-    values = {name: float(value) for name, value in actual[1].callback_metrics.items()}
-    assert values == pytest.approx({name: float(value) for name, value in expected[1].callback_metrics.items()})
+CUT = {"cut_before": ["net.layers.2"]}
 
 
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("threads", [False, True])
-def test_weights_are_those_of_one_device(schedule: str, threads: bool) -> None:
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    strategy = PipelineStrategy(schedule=schedule, micro_batches=3, threads=threads)
-    same(fit(strategy, 2, **options), fit("single_device", 1, **options))
+def test_gradients_are_those_of_one_device(schedule: str, threads: bool) -> None:
+    plan = pipelined(2, schedule=schedule, micro_batches=3, threads=threads)
+    assert_as_on_one_device(Module, plan, accumulate_grad_batches=2, gradient_clip_val=0.5)
 
 
-def test_the_table_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_table_says_that_stages_begin_at_layers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        fit(PipelineStrategy(cut_before=["net.layers.2"]), 2, max_epochs=1)
+        fit(Module, max_epochs=1, **pipelined(2, **CUT))
     assert "stages begin at its layers, since Network.forward, line" in caplog.text
     assert re.search(r"1  \S+ +net\.layers\.2", caplog.text)
 
@@ -144,17 +115,16 @@ class Checkpointed(Network):
 
 @pytest.mark.parametrize("cut_before", [None, ["net.layers.2", "net.layers.4"]])
 def test_layers_with_activation_checkpointing(cut_before: list[str] | None) -> None:
-    strategy = PipelineStrategy(cut_before=cut_before, micro_batches=3)
-    make = partial(Module, partial(Checkpointed, False))
-    same(fit(strategy, 3, make), fit("single_device", 1, make))
+    assert_as_on_one_device(
+        partial(Module, partial(Checkpointed, False)), pipelined(3, cut_before=cut_before, micro_batches=3)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("cut_before", [None, ["net.layers.2", "net.layers.4"]])
 def test_reentrant_checkpointing_is_refused(cut_before: list[str] | None) -> None:
-    make = partial(Module, partial(Checkpointed, True))
     with pytest.raises(ConfigurationError, match="use_reentrant=True cannot compute the gradients of a stage"):
-        fit(PipelineStrategy(cut_before=cut_before), 3, make)
+        fit(partial(Module, partial(Checkpointed, True)), **pipelined(3, cut_before=cut_before))
 
 
 class CheckpointedDropout(Checkpointed):
@@ -168,14 +138,12 @@ class CheckpointedDropout(Checkpointed):
 
 def test_checkpointed_layers_with_dropout_are_for_one_device() -> None:
     """Checkpointing restores the generators of the devices on which arguments lie, not those of the layers."""
-    make = partial(Module, CheckpointedDropout)
-    strategy = PipelineStrategy(cut_before=["net.layers.2"], micro_batches=1)
+    make, plan = partial(Module, CheckpointedDropout), pipelined(2, micro_batches=1, **CUT)
     if torch.cuda.is_available():
         with pytest.raises(ConfigurationError, match="draw random numbers within activation checkpointing"):
-            fit(strategy, 2, make)
+            fit(make, **plan)
     else:
-        expected = fit("single_device", 1, make, num_sanity_val_steps=0)
-        same(fit(strategy, 2, make, num_sanity_val_steps=0), expected)
+        assert_as_on_one_device(make, plan)
 
 
 class CallsLayer(Module):
@@ -187,7 +155,7 @@ class CallsLayer(Module):
         handle = layer.register_forward_pre_hook(
             lambda layer, args, kwargs: kwargs.pop("notes", []).append("called"), with_kwargs=True
         )
-        hidden = torch.ones(2, WIDTH, dtype=batch[0].dtype, device=layer.linear.weight.device)
+        hidden = torch.ones(2, WIDTH, dtype=batch["features"].dtype, device=layer.linear.weight.device)
         layer(hidden, mask=hidden, notes=notes)
         handle.remove()
         assert notes == ["called"]
@@ -195,7 +163,7 @@ class CallsLayer(Module):
 
 
 def test_a_layer_that_is_called_beside_the_network() -> None:
-    fit(PipelineStrategy(cut_before=["net.layers.2"]), 2, CallsLayer, max_epochs=1)
+    fit(CallsLayer, max_epochs=1, **pipelined(2, **CUT))
 
 
 class Shallow(Module):
@@ -206,45 +174,32 @@ class Shallow(Module):
 
 
 def test_layers_that_are_left_out() -> None:
-    strategy = PipelineStrategy(cut_before=["net.layers.2", "net.layers.4"])
-    same(fit(strategy, 3, Shallow, max_epochs=3), fit("single_device", 1, Shallow, max_epochs=3))
+    assert_as_on_one_device(Shallow, pipelined(3, cut_before=["net.layers.2", "net.layers.4"]), max_epochs=3)
 
 
-class Whole(nn.Module):
+def whole() -> Module:
     """A network whose encoder cannot be followed and has nearly all of the work."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Network(8)
-        self.head = nn.Linear(1, 1)
-
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self: Any, value: Tensor) -> Tensor:
         return self.head(self.encoder(value))
+
+    return Module(lambda: written(forward, encoder=Network(8), head=nn.Linear(1, 1)))
 
 
 def test_a_stack_within_a_module_that_stays_whole(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make() -> Module:
-        return Module(Whole)
-
+    """Its cut is used again."""
     # Times on a busy machine decide nothing here.
     monkeypatch.setattr(network, "_UNBALANCED", 0.0)
     monkeypatch.setattr(network, "_MUCH_QUICKER", float("inf"))
+    plan = pipelined(2)
     with caplog.at_level("INFO"):
-        actual = fit(PipelineStrategy(), 2, make)
-    same(actual, fit("single_device", 1, make))
+        assert_as_on_one_device(whole, plan)
     assert "stages of recorded calls are unbalanced: 'encoder' stays whole" in caplog.text
-
-
-def test_its_cut_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_UNBALANCED", 0.0)
-    monkeypatch.setattr(network, "_MUCH_QUICKER", float("inf"))
-    strategy = PipelineStrategy()
-    fit(strategy, 2, lambda: Module(Whole), max_epochs=1)
-    cut = strategy.portable.strategy_state()["cut_before"]
-    fit(strategy, 2, lambda: Module(Whole), max_epochs=1)
-    assert strategy.portable.strategy_state()["cut_before"] == cut
+    cut = plan["strategy"].portable.strategy_state()["cut_before"]
+    fit(whole, max_epochs=1, **plan)
+    assert plan["strategy"].portable.strategy_state()["cut_before"] == cut
 
 
 @pytest.mark.parametrize(
@@ -271,78 +226,67 @@ def test_stages_that_are_unbalanced(seconds: list[float], opaque: dict[str, str]
 # Runs
 
 
-def test_a_run_is_resumed(tmp_path: Path) -> None:
-    """The cut that a checkpoint holds is used again."""
-    expected = fit(PipelineStrategy(), 2)
-    keep = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    fit(PipelineStrategy(), 2, callbacks=[keep], enable_checkpointing=True, max_steps=3)
-    keep = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    again = {"callbacks": [keep], "enable_checkpointing": True, "ckpt_path": tmp_path / "step=3.ckpt"}
-    same(fit(PipelineStrategy(), 2, **again), expected)
+def test_a_run_goes_on_with_the_cut_of_its_checkpoint(tmp_path: Path) -> None:
+    expected = fit(Module, callbacks=[EachStep(tmp_path)], **pipelined(2))
+    resumed = fit(Module, ckpt_path=tmp_path / "step=3.ckpt", **pipelined(2))
+    assert_same(expected._replace(gradients=[]), resumed)
 
 
-class Breaks(Layer):
-    def forward(self, hidden: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
-        raise ZeroDivisionError("on purpose")
+def failing(layer: int, fail: Callable[[Tensor], None]) -> Callable[[], Module]:
+    """Make modules of which one layer may raise an error for what it receives."""
+
+    def make() -> Module:
+        module = Module()
+
+        def forward(hidden: Tensor, *, mask: Tensor) -> Any:
+            fail(hidden)
+            return Layer.forward(module.net.layers[layer], hidden, mask=mask)
+
+        module.net.layers[layer].forward = forward  # type: ignore[method-assign]
+        return module
+
+    return make
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_an_error_in_a_layer(threads: bool) -> None:
-    def make() -> Module:
-        module = Module()
-        failing = Breaks.forward.__get__(module.net.layers[3])
-        calls = []
+def test_an_error_in_a_layer_names_the_stage(threads: bool) -> None:
+    calls = []
 
-        def fail_later(hidden: Tensor, *, mask: Tensor) -> Any:
-            calls.append(0)
-            if len(calls) > 8:
-                return failing(hidden, mask=mask)
-            return Layer.forward(module.net.layers[3], hidden, mask=mask)
-
-        module.net.layers[3].forward = fail_later  # type: ignore[method-assign]
-        return module
+    def fail(hidden: Tensor) -> None:
+        calls.append(0)
+        if len(calls) > 8:
+            raise ZeroDivisionError("on purpose")
 
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
-        fit(PipelineStrategy(cut_before=["net.layers.2"], threads=threads), 2, make, num_sanity_val_steps=0)
+        fit(failing(3, fail), **pipelined(2, threads=threads, **CUT))
     assert "This was stage 1 of the pipeline, on " in "".join(caught.value.__notes__)
 
 
 @pytest.mark.filterwarnings("ignore:.*memory")
-def test_a_batch_that_does_not_fit() -> None:
+def test_a_batch_that_does_not_fit_is_done_again() -> None:
     failures = []
 
-    def make() -> Module:
-        module = Module()
-        layer = module.net.layers[4]
+    def fail(hidden: Tensor) -> None:
+        if torch.is_grad_enabled() and len(hidden) > 2:
+            failures.append(len(hidden))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-        def forward(hidden: Tensor, *, mask: Tensor) -> Any:
-            if torch.is_grad_enabled() and len(hidden) > 2:
-                failures.append(len(hidden))
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return Layer.forward(layer, hidden, mask=mask)
-
-        layer.forward = forward  # type: ignore[method-assign]
-        return module
-
-    options = {"cut_before": ["net.layers.2"], "micro_batches": 2}
-    actual = fit(PipelineStrategy(**options), 2, make, callbacks=[OOMRecovery()], num_sanity_val_steps=0)
+    actual = fit(failing(4, fail), callbacks=[OOMRecovery()], **pipelined(2, micro_batches=2, **CUT))
     assert failures
-    same(actual, fit("single_device", 1, num_sanity_val_steps=0))
+    assert_same(on_one_device(Module), actual)
 
 
-# What is refused
+# Refusals
 
 
-class NoStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(FEATURES, 3), nn.Linear(3, 1)
-
-    def forward(self, value: Tensor) -> Tensor:
+def without_stack() -> Module:
+    def forward(self: Any, value: Tensor) -> Tensor:
         hidden = self.one(value)
         if float(self.one.weight.detach().norm()) > 1e9:
             raise ValueError("The weights have diverged.")
         return self.other(hidden)
+
+    return Module(lambda: written(forward, one=nn.Linear(FEATURES, 3), other=nn.Linear(3, 1)))
 
 
 class KeepsAttribute(Network):
@@ -365,28 +309,24 @@ class KeepsList(Network):
         return super().forward(value) * self.means[-1]
 
 
-@pytest.mark.parametrize("network_class", [KeepsAttribute, KeepsList])
-def test_a_forward_that_keeps_something_is_refused(network_class: type[Network]) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be cut into stages"):
-        fit(PipelineStrategy(), 2, lambda: Module(network_class))
-
-
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("make", "options", "message"),
     [
-        (lambda: Module(NoStack), {}),
-        (lambda: Module(lambda: Network(2)), {"stages_per_device": 2, "schedule": "interleaved_1f1b"}),
-        (Module, {"cut_before": ["net.last"]}),
+        (partial(Module, KeepsAttribute), {}, "cannot be cut into stages"),
+        (partial(Module, KeepsList), {}, "cannot be cut into stages"),
+        (without_stack, {}, "cannot be cut into stages: .*asks for values"),
+        # Not enough layers.
+        (lambda: Module(lambda: Network(2)), {"schedule": "interleaved_1f1b"}, "cannot be cut .*asks for values"),
+        (Module, {"cut_before": ["net.last"]}, "cannot be cut into stages: .*asks for values"),
+        (Module, {"engine": "processes"}, "Or take engine='threads', which begins stages at the layers"),
     ],
+    ids=["keeps an attribute", "keeps a list", "no stack", "few layers", "a cut elsewhere", "processes"],
 )
-def test_networks_without_enough_layers(make: Callable[[], Module], options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot be cut into stages: .*asks for values"):
-        fit(PipelineStrategy(**options), 2, make)
-
-
-def test_processes_need_recorded_calls() -> None:
-    with pytest.raises(ConfigurationError, match="Or take engine='threads', which begins stages at the layers"):
-        fit(PipelineStrategy(engine="processes", timeout=60.0), 2)
+def test_networks_that_cannot_be_cut_at_layers_are_refused(
+    make: Callable[[], Module], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(make, **pipelined(2, timeout=60.0, **options))
 
 
 def test_stages_of_layers_are_used() -> None:
@@ -397,6 +337,6 @@ def test_stages_of_layers_are_used() -> None:
             super().teardown(error)
 
     found: list[Any] = []
-    fit(Watched(), 2, max_epochs=1)
+    fit(Module, max_epochs=1, **pipelined(2, Watched))
     assert isinstance(found[0], StackPipeline)
     assert len(found[0].timeline.spans) > 0
