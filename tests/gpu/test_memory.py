@@ -13,7 +13,7 @@ from equipoise import MemoryLogger, NoGradEvaluation, OOMRecovery, RunReport, Tr
 from equipoise.memory.devices import PeakMeter, list_devices, read_memory, reset_peak
 from equipoise.memory.profile.ledger import Ledger
 from tests.callbacks.evaluation.test_no_grad_evaluation import assert_same, trained
-from tests.extensions.pipeline.planning.test_profile import Assertive, Mixing, check_weights
+from tests.extensions.pipeline.planning.measured_weights import Assertive, Mixing, check_weights
 from tests.gpu.runs import GPU, Classifier, fit
 from tests.memory.profile.test_ledger import held_before, mlp, optimizer_of, watched_step
 

@@ -18,6 +18,7 @@ __all__ = ["ON_OTHER_DEVICES_ONLY"]
 pytest_plugins = ["tests.simulated.as_gpus"]
 
 _PIPELINE = "tests/extensions/pipeline/strategy"
+_PROCESSES = "tests/extensions/pipeline/processes"
 _REPLICATED = "tests/strategies/replicated"
 _NO_SPARSE = "the simulation has no sparse tensors"
 _IN_ORDER = "expects the parts of a batch in order, but devices compute them at the same time"
@@ -26,7 +27,7 @@ _IN_ORDER = "expects the parts of a batch in order, but devices compute them at 
 # stands for all cases of a test.
 ON_OTHER_DEVICES_ONLY = {
     f"{_PIPELINE}/test_pipeline.py::test_sparse_gradients": _NO_SPARSE,
-    f"{_PIPELINE}/test_processes.py::test_a_tensor_that_cannot_be_sent_is_named": _NO_SPARSE,
+    f"{_PROCESSES}/test_processes.py::test_a_tensor_that_cannot_be_sent_is_named": _NO_SPARSE,
     f"{_PIPELINE}/test_pipeline.py::test_optimizers_and_schedulers[LBFGS]": (
         "LBFGS needs all parameters on one device, and is refused where there are several"
     ),

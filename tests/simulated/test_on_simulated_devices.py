@@ -17,7 +17,8 @@ from tests.simulated.devices.build import NotBuildable, built_extension
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PIPELINE = "tests/extensions/pipeline/strategy"
+PIPELINE = "tests/extensions/pipeline"
+STRATEGY = f"{PIPELINE}/strategy"
 SIMULATED = "tests/simulated"
 # Files that run one after the other in one process: an interpreter takes seconds to import everything.
 GROUPS = {
@@ -32,11 +33,12 @@ GROUPS = {
         *(f"{SIMULATED}/captured/test_{name}.py" for name in ("equal", "gradients", "host_work", "runs")),
     ],
     "pipeline": [
-        *(f"{PIPELINE}/test_{name}.py" for name in ("pipeline", "zero_bubble", "checkpoints")),
-        *(f"{PIPELINE}/test_{name}.py" for name in ("library_models", "stacks", "faults")),
+        *(f"{STRATEGY}/test_{name}.py" for name in ("pipeline", "zero_bubble", "checkpoints")),
+        *(f"{STRATEGY}/test_{name}.py" for name in ("library_models", "faults")),
+        f"{PIPELINE}/stack/test_stacks.py",
         "tests/strategies/replicated",
     ],
-    "processes": [f"{PIPELINE}/test_{name}.py" for name in ("processes", "averages")],
+    "processes": [f"{PIPELINE}/processes/test_processes.py", f"{STRATEGY}/test_averages.py"],
 }
 # At most two cases of each test run: further cases differ in numbers, not in devices. All cases of a file run with
 # `python -m pytest -p tests.simulated.plugin -m "" FILE`.

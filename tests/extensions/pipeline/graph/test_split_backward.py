@@ -10,44 +10,42 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from equipoise.extensions.pipeline.graph.split_backward import SplitBackward
+from tests.support.equality import assert_equal
+from tests.support.networks.layers import network
 
 
-class Tied(nn.Module):
+def linears(count: int) -> list[nn.Linear]:
+    return [nn.Linear(6, 6) for _ in range(count)]
+
+
+def tied() -> nn.Module:
     """A weight is used on the way and beside it, twice, and once by way of another."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.other.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         hidden = torch.tanh(self.one(x))
         return torch.tanh(self.other(hidden)) @ self.one.weight + self.one.bias, self.other.bias * 2
 
+    one, other = linears(2)
+    other.weight = one.weight
+    return network(forward, one=one, other=other)
 
-class Skips(nn.Module):
+
+def skips() -> nn.Module:
     """Hands on what it was given, what it made, and one of them twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.scale = nn.Parameter(torch.rand(6))
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         hidden = self.layers[0](x)
         made = self.layers[1](hidden.relu()) + x * self.scale.exp().softmax(0)
         return [x, hidden, {"made": made, "again": made}, self.layers[2](self.scale), hidden.detach()]
 
+    return network(forward, layers=nn.ModuleList(linears(3)), scale=nn.Parameter(torch.rand(6)))
 
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-        self.net[1].requires_grad_(False)
-        self.net[3].bias.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)
+def frozen() -> nn.Module:
+    layers = linears(4)
+    layers[1].requires_grad_(False)
+    layers[3].bias.requires_grad_(False)
+    return nn.Sequential(*layers)
 
 
 class Own(torch.autograd.Function):
@@ -63,62 +61,56 @@ class Own(torch.autograd.Function):
         return one * weight + other, (one * x + other).sum(0)
 
 
-class Custom(nn.Module):
+def custom() -> nn.Module:
     """A function with two outputs, of which only one is used on the way."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.last = nn.Parameter(torch.rand(6)), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         one, other = Own.apply(x, self.weight)
         again, _ = Own.apply(one, self.last.bias)
         return self.last(again), other
 
+    return network(forward, weight=nn.Parameter(torch.rand(6)), last=nn.Linear(6, 6))
 
-class Hooked(nn.Module):
+
+def double_gradient(bias: Tensor) -> None:
+    assert bias.grad is not None
+    bias.grad *= 2
+
+
+def hooked() -> nn.Module:
     """Hooks that change gradients: of activations, of weights, and of what accumulates."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.one.weight.register_hook(lambda gradient: gradient * 3)
-        self.other.weight.register_hook(lambda gradient: gradient.clamp(max=0.1))
-        self.other.bias.register_post_accumulate_grad_hook(self.twice)
-
-    @staticmethod
-    def twice(bias: Tensor) -> None:
-        assert bias.grad is not None
-        bias.grad *= 2
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         hidden = self.one(x)
         hidden.register_hook(lambda gradient: gradient * 5)
         made = self.other(hidden.tanh())
         made.register_hook(lambda gradient: gradient + 1)
         return made
 
+    one, other = linears(2)
+    made = network(forward, one=one, other=other).double()  # before it has hooks, which stay with the tensors
+    one.weight.register_hook(lambda gradient: gradient * 3)
+    other.weight.register_hook(lambda gradient: gradient.clamp(max=0.1))
+    other.bias.register_post_accumulate_grad_hook(double_gradient)
+    return made
 
-class Checkpointed(nn.Module):
-    """Network with a layer that the user checkpoints, with dropout."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, 6))
-        self.other = nn.Linear(6, 6)
+def checkpointed() -> nn.Module:
+    """A layer that the user checkpoints, with dropout."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         return self.other(checkpoint(self.one, self.other(x), use_reentrant=False))
 
+    one = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, 6))
+    return network(forward, one=one, other=nn.Linear(6, 6))
 
-class Passing(nn.Module):
+
+def passing() -> nn.Module:
     """Nothing is trained, or nothing passes."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x, torch.tanh(x)
+    return network(lambda self, x: (x, torch.tanh(x)))
 
 
-NETWORKS = [Tied, Skips, Frozen, Custom, Hooked, Checkpointed, Passing]
+NETWORKS = [tied, skips, frozen, custom, hooked, checkpointed, passing]
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -131,11 +123,11 @@ def tensors(value: Any) -> list[Tensor]:
 def go(make: Callable[[], nn.Module], *, split: bool, learns: bool, missing: bool) -> tuple[list[Any], list[Any]]:
     """The gradients of inputs and of weights, after two micro-batches."""
     torch.manual_seed(3)
-    network, draw, found = make().double(), random.Random(4), []
+    module, draw, found = make().double(), random.Random(4), []
     later = []
     for _ in range(2):
         x = torch.rand(5, 6).double().requires_grad_(learns)
-        made = tensors(network(x))
+        made = tensors(module(x))
         given = [None if missing and draw.random() < 0.5 else torch.rand_like(tensor) for tensor in made]
         if split:
             parts = SplitBackward([x], made)
@@ -147,11 +139,11 @@ def go(make: Callable[[], nn.Module], *, split: bool, learns: bool, missing: boo
                 torch.autograd.backward([t for t, _ in pairs], [one for _, one in pairs])
             found.append(x.grad)
     if split:
-        before = [parameter.grad for parameter in network.parameters()]
+        before = [parameter.grad for parameter in module.parameters()]
         assert before == [None] * len(before)
     for parts in later:
         parts.of_weights()
-    return found, [parameter.grad for parameter in network.parameters()]
+    return found, [parameter.grad for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -159,15 +151,12 @@ def go(make: Callable[[], nn.Module], *, split: bool, learns: bool, missing: boo
 @pytest.mark.parametrize("make", NETWORKS)
 def test_both_parts_come_to_the_whole(make, learns, missing):
     expected, actual = (go(make, split=split, learns=learns, missing=missing) for split in (False, True))
-    for one, other in zip([*expected[0], *expected[1]], [*actual[0], *actual[1]], strict=True):
-        assert (one is None) is (other is None)
-        if one is not None:
-            assert torch.equal(one, other)
+    assert_equal(expected, actual)
 
 
 def test_random_graphs():
     """Nodes with up to three arguments, weights used any number of times."""
-    print("seed", seed := random.randrange(2**32))
+    seed = random.randrange(2**32)
     for turn in range(100):
         runs = []
         for split in (False, True):
@@ -190,10 +179,7 @@ def test_random_graphs():
                     torch.autograd.backward(pairs, ones[: len(pairs)])
                 found = [tensor.grad for tensor in inputs]
             runs.append([*found, *(weight.grad for weight in weights)])
-        for one, other in zip(*runs, strict=True):
-            assert (one is None) is (other is None)
-            if one is not None:
-                torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+        assert_equal(*runs, 1e-12, title=f"Gradients with seed {seed} in turn {turn}")
 
 
 def test_the_first_part_computes_no_weight():

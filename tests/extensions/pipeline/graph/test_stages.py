@@ -21,37 +21,36 @@ from equipoise.extensions.pipeline.graph.stages import (
     may_cut,
     taking_inputs,
 )
-from tests.support.traces import run_stages, traced
+from tests.support.equality import assert_equal
+from tests.support.networks.layers import network as written
+from tests.support.traces import run_stages, traced, values
 
 Pair = namedtuple("Pair", "one other")
 
 
-class Branches(nn.Module):
+def branches(self: Any, x: Tensor, y: Tensor) -> Any:
     """A skip connection, a tuple, a dictionary, a number, two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        size = x.size(1)
-        hidden = {"a": self.a(x), "n": size}
-        out, (last, _) = self.b(hidden["a"])
-        return {"out": self.c(out) / hidden["n"] + x * self.scale, "last": (last, y)}
+    size = x.size(1)
+    hidden = {"a": self.a(x), "n": size}
+    out, (last, _) = self.b(hidden["a"])
+    return {"out": self.c(out) / hidden["n"] + x * self.scale, "last": (last, y)}
 
 
 def test_all_cuts_come_to_the_same():
     torch.manual_seed(0)
-    network, x, y = Branches().double(), torch.rand(3, 5, 4).double(), torch.rand(2)
+    layers = {"a": nn.Linear(4, 4), "b": nn.LSTM(4, 4, batch_first=True), "c": nn.Linear(4, 4)}
+    network, x, y = (
+        written(branches, scale=nn.Parameter(torch.tensor(2.0)), **layers).double(),
+        values(3, 5, 4),
+        values(2),
+    )
     made = traced(network, x, y)
     count, expected = len(made.calls), network(x, y)
-    for number in (1, 2, 3):
+    for number in (1, 2):
         for ends in combinations(range(1, count), number):
-            values = run_stages(make_stages(made, [*ends, count]), (x, y))
-            assert torch.equal(values["out"], expected["out"])
-            assert torch.equal(values["last"][0], expected["last"][0])
-            assert values["last"][1] is y
+            output = run_stages(make_stages(made, [*ends, count]), (x, y))
+            assert_equal(expected, output)
+            assert output["last"][1] is y
 
 
 def test_what_passes_a_cut():
@@ -66,18 +65,15 @@ def test_what_passes_a_cut():
 
 
 def test_one_may_not_cut_before_what_is_changed_in_place_nor_before_its_views():
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.relu, self.b, self.flat = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Flatten()
+    def in_place(self: Any, x: Tensor) -> Tensor:
+        hidden = self.relu(self.a(x))
+        seen = self.flat(self.b(hidden)).view(-1, 2, 2).swapdims(0, 1)
+        seen += 1
+        return nn.functional.relu(seen.transpose(1, 2), inplace=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.relu(self.a(x))
-            seen = self.flat(self.b(hidden)).view(-1, 2, 2).swapdims(0, 1)
-            seen += 1
-            return nn.functional.relu(seen.transpose(1, 2), inplace=True)
-
-    made = traced(InPlace(), torch.rand(2, 4))
+    inner = {"relu": nn.ReLU(inplace=True), "flat": nn.Flatten()}
+    network = written(in_place, a=nn.Linear(4, 4), b=nn.Linear(4, 4), **inner)
+    made = traced(network, torch.rand(2, 4))
     allowed = [node.name for node, may in zip(made.calls, may_cut(made), strict=True) if may]
     assert allowed == ["network_relu", "relu"]
 
@@ -97,15 +93,11 @@ class Scale(torch.autograd.Function):
 
 
 def test_one_may_not_cut_between_a_setting_and_its_use():
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.settings = nn.Linear(4, 4), nn.Linear(4, 4), Settings()
+    def scales(self: Any, x: Tensor) -> Tensor:
+        return self.b(Scale.apply(self.a(x), self.settings))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(Scale.apply(self.a(x), self.settings))
-
-    made = traced(Scaled(), torch.rand(2, 4))
+    network = written(scales, a=nn.Linear(4, 4), b=nn.Linear(4, 4), settings=Settings())
+    made = traced(network, torch.rand(2, 4))
     assert any(node.name.startswith("constant") for node in made.calls)
     allowed = [node.name for node, may in zip(made.calls, may_cut(made), strict=True) if may]
     assert [name for name in allowed if not name.startswith("constant")] == allowed
@@ -124,17 +116,12 @@ def test_stages_share_the_networks_layers_unless_told_otherwise():
 
 
 def test_another_trace_is_cut_where_the_parts_lie():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    def forward(self: Any, x: Tensor, again: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.layers[0](x) if again else x
 
-        def forward(self, x: Tensor, again: bool = False) -> Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return self.layers[0](x) if again else x
-
-    network = Net()
+    network = written(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)))
     homes = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 2}
     made = traced(network, torch.rand(2, 4))
     assert ends_by_placement(made, homes.get, 3) == [5, 7, 9]

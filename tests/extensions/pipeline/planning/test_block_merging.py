@@ -6,7 +6,7 @@ import pytest
 
 from equipoise.extensions.pipeline.planning.block_merging import merge_blocks
 from equipoise.extensions.pipeline.planning.stage_costs import Block, Costs, StageDevice
-from tests.extensions.pipeline.planning.test_partition import random_blocks
+from tests.extensions.pipeline.planning.blocks import random_blocks
 
 OPTIONS = {"schedule": "1f1b", "micro_batches": 4}
 

@@ -89,19 +89,6 @@ def test_accumulated_and_clipped_gradients(options: str) -> None:
     assert_as_on_one_device(BySgd, processes(3, micro_batches=3), **OPTIONS[options])
 
 
-@pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (3, {"cut_before": ["net.blocks.1", "net.blocks.3"]}),
-        (2, {"cut_before": ["net.blocks.0", "net.blocks.1", "net.blocks.3"], "schedule": "interleaved_1f1b"}),
-    ],
-)
-def test_both_engines_compute_the_same_to_the_bit(devices: int, options: dict[str, Any]) -> None:
-    """Though norms and shared gradients are put together from several processes."""
-    runs = [fit(Model, gradient_clip_val=0.05, **plan(devices, **options)) for plan in (pipelined, processes)]
-    assert_same(*runs, tolerance=1e-15)
-
-
 class Skips(Model):
     """Leaves batches out, of which one begins a window and two are one."""
 

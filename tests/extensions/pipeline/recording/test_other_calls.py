@@ -83,20 +83,6 @@ def test_a_change_in_place_keeps_sizes(change):
     assert not made.fits([values(4, WIDTH)])
 
 
-def test_a_change_in_place_to_the_size_of_another_tensor():
-    with pytest.raises(NotTraceable, match="asks for values of tensors, by `shape`"):
-        traced(changed_at_places(resize), values(5, WIDTH))
-
-
-def test_a_tuple_whose_length_depends_on_values_stays_whole():
-    def splits(self: Any, x: Tensor, places: Tensor) -> Tensor:
-        parts = torch.tensor_split(self.layer(x), places)
-        return sum(part.sum(0) * (index + 1) * len(part) for index, part in enumerate(parts))  # type: ignore[return-value]
-
-    with pytest.raises(NotTraceable):
-        traced(with_layer(splits), values(5, WIDTH), torch.tensor([2, 3]))
-
-
 def test_changes_in_place_under_inference_mode():
     def zeroes(self: Any, x: Tensor, mask: Tensor) -> Tensor:
         x = x * 1
@@ -175,22 +161,38 @@ def test_a_tensor_that_an_attribute_no_longer_is():
         assert not made.fits([x])
 
 
-@pytest.mark.parametrize("name", ["current_epoch", "global_step"])
-def test_a_forward_that_asks_how_far_the_run_is(name):
-    class Anneals(L.LightningModule):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (1 if getattr(self, name) < 1 else 3)
-
-    with pytest.raises(NotTraceable, match=f"reads `{name}`, which changes in the run"):
-        traced(Anneals(), values(2, WIDTH))
+def splits(self: Any, x: Tensor, places: Tensor) -> Tensor:
+    parts = torch.tensor_split(self.layer(x), places)
+    return sum(part.sum(0) * (index + 1) * len(part) for index, part in enumerate(parts))  # type: ignore[return-value]
 
 
-def test_a_parameter_of_an_argument_is_no_constant():
-    def wraps(self: Any, x: Tensor) -> Tensor:
-        return x * nn.Parameter(x, requires_grad=False)
+def wraps(self: Any, x: Tensor) -> Tensor:
+    return x * nn.Parameter(x, requires_grad=False)
 
-    with pytest.raises(NotTraceable):
-        traced(written(wraps), values(2, WIDTH))
+
+class Anneals(L.LightningModule):
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 if getattr(self, self.by) < 1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("network", "others", "words"),
+    [
+        (changed_at_places(resize), (), "asks for values of tensors, by `shape`"),
+        (with_layer(splits), (torch.tensor([2, 3]),), "asks for values of tensors, by `tensor_split`"),
+        (written(wraps), (), "asks for values of tensors"),
+        (Anneals("current_epoch"), (), "reads `current_epoch`, which changes in the run"),
+        (Anneals("global_step"), (), "reads `global_step`, which changes in the run"),
+    ],
+    ids=["size of another tensor", "length of a tuple", "parameter of an argument", "epoch", "step"],
+)
+def test_what_depends_on_values_or_on_the_run_is_refused(network: nn.Module, others: Any, words: str):
+    with pytest.raises(NotTraceable, match=words):
+        traced(network, values(5, WIDTH), *others)
 
 
 def test_a_tensor_that_is_passed_twice():

@@ -52,8 +52,8 @@ class Averaged(Tokens):
     """Has weights at both ends of the network, frozen ones, and a buffer in each block."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(3)
+        super().__init__()
         self.net.blocks = nn.ModuleList(Remembering() for _ in range(4))
         self.net.norm.requires_grad_(False)
 

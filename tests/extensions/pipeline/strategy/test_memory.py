@@ -1,61 +1,50 @@
 """Predictions of the table for each device's memory, beside the measurements of the ledger."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from equipoise import PipelineStrategy
 from equipoise.extensions.pipeline.execution import stage_graphs, threaded_engine
 from equipoise.memory.profile import ledger
+from tests.support.networks.layers import Task
 from tests.support.pipelines import quiet
 
 MICRO_BATCHES = 8
 
 
-class Mlp(nn.Sequential):
-    shape: tuple[int, ...] = (64, 256)
-
-    def __init__(self) -> None:
-        super().__init__(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)], nn.Linear(256, 256))
+def mlp() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)], nn.Linear(256, 256))
 
 
-class Transformer(nn.Module):
-    shape: tuple[int, ...] = (4, 32, 64)
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.encoder(x))
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(64, 64))
 
 
-class Convolution(nn.Module):
-    shape: tuple[int, ...] = (4, 3, 16, 16)
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks: list[nn.Module] = []
-        for before in (3, *[32] * 7):
-            blocks += [nn.Conv2d(before, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)]
-        self.layers, self.head = nn.Sequential(*blocks), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.layers(x).mean((2, 3)))
+def convolution() -> nn.Module:
+    blocks: list[nn.Module] = []
+    for before in (3, *[32] * 7):
+        blocks += [nn.Conv2d(before, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 32))
 
 
-class Module(L.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
+# With the shape of what each takes.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (64, 256)),
+    "transformer": (transformer, (4, 32, 64)),
+    "convolution": (convolution, (4, 3, 16, 16)),
+}
 
+
+class Module(Task):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()
+        return self.net(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters())
@@ -145,34 +134,28 @@ def unmerged(blocks: Any, *_: Any) -> Any:
     return list(blocks), list(range(1, len(blocks) + 1))
 
 
-# Each network with each schedule, each schedule with its numbers of devices and stages.
+# Each schedule with its numbers of devices and stages, and each network with several.
 PLANS = [
-    *((Mlp, "gpipe", 2, 1), (Transformer, "gpipe", 4, 1), (Convolution, "gpipe", 2, 1)),
-    *((Mlp, "1f1b", 4, 1), (Transformer, "1f1b", 2, 1), (Convolution, "1f1b", 4, 1)),
-    *(
-        (Mlp, "interleaved_1f1b", 2, 2),
-        (Transformer, "interleaved_1f1b", 2, 3),
-        (Convolution, "interleaved_1f1b", 2, 2),
-    ),
-    *((Mlp, "looped_bfs", 2, 2), (Transformer, "looped_bfs", 2, 2), (Convolution, "looped_bfs", 2, 2)),
-    *((Mlp, "interleaved_zero_bubble", 2, 2), (Convolution, "interleaved_zero_bubble", 2, 2)),
-    (Transformer, "interleaved_zero_bubble", 3, 1),
+    *(("mlp", "gpipe", 2, 1), ("transformer", "gpipe", 4, 1), ("mlp", "1f1b", 4, 1), ("convolution", "1f1b", 4, 1)),
+    *(("transformer", "interleaved_1f1b", 2, 3), ("convolution", "interleaved_1f1b", 2, 2)),
+    *(("transformer", "looped_bfs", 2, 2), ("convolution", "looped_bfs", 2, 2)),
+    *(("mlp", "interleaved_zero_bubble", 2, 2), ("transformer", "interleaved_zero_bubble", 3, 1)),
 ]
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize(("make", "schedule", "devices", "each"), PLANS)
-def test_predicted_peaks(make, schedule, devices, each, monkeypatch):
+@pytest.mark.parametrize(("name", "schedule", "devices", "each"), PLANS)
+def test_predicted_peaks_are_those_that_are_measured(name, schedule, devices, each, monkeypatch):
     monkeypatch.setattr("equipoise.extensions.pipeline.planning.measured_cut.choose_cuts", evenly)
     monkeypatch.setattr("equipoise.extensions.pipeline.planning.measured_cut.merge_blocks", unmerged)
     torch.manual_seed(0)
     strategy = PipelineStrategy(micro_batches=MICRO_BATCHES, schedule=schedule, stages_per_device=each)
     watch = Watch(StageByStage(monkeypatch, devices), strategy, devices)
     trainer = quiet(strategy=strategy, devices=["cpu"] * devices, callbacks=[watch], precision="32-true", max_steps=3)
-    size, *rest = make.shape
-    data = TensorDataset(torch.randn(3 * MICRO_BATCHES * size, *rest))
-    trainer.fit(Module(make()), DataLoader(data, batch_size=MICRO_BATCHES * size))
+    make, (size, *rest) = NETWORKS[name]
+    data = torch.randn(3 * MICRO_BATCHES * size, *rest)
+    trainer.fit(Module(make()), DataLoader(data, batch_size=MICRO_BATCHES * size))  # type: ignore[arg-type]
     for device, (predicted, measured) in enumerate(zip(watch.predicted, watch.measured, strict=True)):
         share = predicted / measured
-        print(f"{make.__name__} {schedule} device {device}: predicted {predicted}, measured {measured}, {share:.2f}")
+        print(f"{name} {schedule} device {device}: predicted {predicted}, measured {measured}, {share:.2f}")
         assert 0.85 < share < 1.15
