@@ -2,25 +2,27 @@
 
 import os
 import signal
+import sys
 import threading
 
-__all__ = ["Mistake", "hangs", "is_killed", "raises"]
+__all__ = ["Mistake", "hangs", "is_killed", "leaves", "raises"]
 
 
 class Mistake(Exception):
-    """An error that no library raises."""
+    """An error of the user's own."""
 
 
 def raises() -> None:
-    """Raise an error in this process."""
     raise Mistake("on purpose")
 
 
 def is_killed() -> None:
-    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leaves() -> None:
+    sys.exit(3)
+
+
 def hangs() -> None:
-    """Wait for ever."""
     threading.Event().wait()

@@ -42,6 +42,6 @@ class Child(Base):
         self.steps += 1
 
 
-def test_what_a_forward_reads():
+def test_attributes_that_a_forward_reads_are_found_with_their_values():
     assert attributes_read(Base()) == {"scale": 1.0}
     assert attributes_read(Child()) == {"scale": 1.0, "mode": "sum", "by_name": None, "depth": 2}

@@ -16,7 +16,7 @@ vars(rank_zero_module)["log"] = _LOG  # the import puts a logger of its own ther
 
 
 @pytest.mark.parametrize("package", [newer, older], ids=["lightning.pytorch", "pytorch_lightning"])
-def test_what_a_module_logs_and_reads_is_reported(package: types.ModuleType) -> None:
+def test_logged_values_and_progress_of_a_module_are_reported(package: types.ModuleType) -> None:
     module = package.LightningModule()
     seen: list[Any] = []
     kinds = module_classes()

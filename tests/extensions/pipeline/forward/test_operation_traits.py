@@ -25,7 +25,7 @@ NONE, RANDOM, DYNAMIC = Traits(0), Traits.RANDOM, Traits.DYNAMIC
         ("no_operation_of_torch", RANDOM | DYNAMIC),
     ],
 )
-def test_traits_by_names(name, traits):
+def test_operations_that_draw_or_have_dynamic_sizes(name, traits):
     assert traits_of(name, ()) == traits
 
 

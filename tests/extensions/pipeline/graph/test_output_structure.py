@@ -17,7 +17,7 @@ class Data:
     name: str
 
 
-def test_containers_of_all_kinds():
+def test_outputs_in_nested_containers_are_filled_with_other_tensors():
     checked = Checked(torch.rand(2))
     tensors = [*(torch.rand(2) for _ in range(5)), *checked]
     one, two, three, four, five, _, _ = tensors

@@ -149,12 +149,12 @@ def go(make: Callable[[], nn.Module], *, split: bool, learns: bool, missing: boo
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("make", NETWORKS)
-def test_both_parts_come_to_the_whole(make, learns, missing):
+def test_a_split_backward_has_the_gradients_of_a_whole_one(make, learns, missing):
     expected, actual = (go(make, split=split, learns=learns, missing=missing) for split in (False, True))
     assert_equal(expected, actual)
 
 
-def test_random_graphs():
+def test_a_split_backward_of_random_graphs():
     """Nodes with up to three arguments, weights used any number of times."""
     seed = random.randrange(2**32)
     for turn in range(100):
@@ -182,7 +182,7 @@ def test_random_graphs():
         assert_equal(*runs, 1e-12, title=f"Gradients with seed {seed} in turn {turn}")
 
 
-def test_the_first_part_computes_no_weight():
+def test_the_first_part_of_a_backward_computes_no_weight():
     """And the second no input; a weight that several nodes lead to is the exception."""
     seen: list[str] = []
 
@@ -210,7 +210,7 @@ def test_the_first_part_computes_no_weight():
     assert sorted(seen) == ["weight 0", "weight 1"]
 
 
-def test_the_graph_is_gone_afterwards():
+def test_a_split_backward_frees_its_graph():
     weight, x = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
     made = (x * weight).sum()
     parts = SplitBackward([x], [made])

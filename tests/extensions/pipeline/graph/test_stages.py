@@ -36,7 +36,7 @@ def branches(self: Any, x: Tensor, y: Tensor) -> Any:
     return {"out": self.c(out) / hidden["n"] + x * self.scale, "last": (last, y)}
 
 
-def test_all_cuts_come_to_the_same():
+def test_stages_compute_the_forward_wherever_it_is_cut():
     torch.manual_seed(0)
     layers = {"a": nn.Linear(4, 4), "b": nn.LSTM(4, 4, batch_first=True), "c": nn.Linear(4, 4)}
     network, x, y = (
@@ -53,7 +53,7 @@ def test_all_cuts_come_to_the_same():
             assert output["last"][1] is y
 
 
-def test_what_passes_a_cut():
+def test_tensors_that_pass_a_cut():
     network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     made = traced(network, torch.rand(2, 4))
     assert taking_inputs(made) == 1
@@ -133,7 +133,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_values_in_containers():
+def test_tensors_in_containers_are_mapped():
     value = (1, [torch.ones(1), {"a": None}], Pair(torch.ones(2), "x"), OrderedDict(b=torch.ones(3)), torch.Size([4]))
     sizes = map_tensors(len, value)
     assert sizes == (1, [1, {"a": None}], Pair(2, "x"), OrderedDict(b=3), torch.Size([4]))
@@ -143,7 +143,7 @@ def test_values_in_containers():
     assert len(seen) == 7
 
 
-def test_what_stages_may_exchange():
+def test_objects_that_stages_cannot_exchange_are_refused():
     plain = (torch.ones(1), 1, 2.0, True, 1j, "x", None, slice(1), torch.Size([1]), torch.device("cpu"), torch.float16)
     check_exchanged([plain, [Colour.RED], {"a": (..., range(2))}, Pair(1, 2)], "abcd")
     for wrong in (object(), [lambda: 1], {"a": {1, 2}}, nn.Linear(1, 1)):

@@ -13,8 +13,8 @@ from equipoise import StepError, WorkerError
 from equipoise.extensions.pipeline.messaging.messages import Messenger, StageError
 from equipoise.parallel.communication.process_group import joined
 from equipoise.parallel.communication.rank import Rank
-from tests.parallel.communication.test_process_group import in_group, started
 from tests.support.nested import Checked
+from tests.support.process_groups import in_group, started
 
 
 class Pair(NamedTuple):
@@ -74,7 +74,7 @@ def exchange(rank: int, *, ahead: bool) -> tuple[list[Any], list[Any], bool]:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_arrives_is_what_was_sent(ahead: bool) -> None:
+def test_messages_arrive_as_they_were_sent(ahead: bool) -> None:
     """Memory for messages is allocated on request or before, and nothing more is waited for."""
     first, second, broken = in_group(partial(exchange, ahead=ahead))[0]
     assert not broken
@@ -134,7 +134,7 @@ def waits_in_vain(place: Rank, port: int) -> None:
         raise Told(str(caught.value))
 
 
-def test_what_does_not_come_is_not_waited_for() -> None:
+def test_a_message_that_does_not_come_times_out() -> None:
     with pytest.raises(Told, match="broken"):
         started(waits_in_vain)
 
@@ -145,7 +145,7 @@ class Unsendable(Exception):
 
 
 @pytest.mark.parametrize("kind", [StepError, Unsendable])
-def test_failures(kind: Any) -> None:
+def test_errors_of_a_stage_are_raised_in_the_main_process(kind: Any) -> None:
     error: BaseException
     try:
         raise kind(1, 2) if kind is Unsendable else kind("on purpose")

@@ -90,13 +90,13 @@ def test_a_slow_link_passes_less() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("gpipe", [5 * 40, 5 * 40]), ("1f1b", [2 * 40, 40])])
-def test_activations_in_flight(schedule, expected):
+def test_memory_of_activations_in_flight(schedule, expected):
     costs = Costs(named_blocks(2, saved=40), ALIKE, schedule, 5)
     stages = costs.stages([1, 2])
     assert [stage.memory for stage in stages] == costs.peaks(stages) == expected
 
 
-def test_what_is_saved_and_passes_counts_once():
+def test_an_activation_that_is_saved_and_passes_counts_once():
     """The first block's output is saved by the second; a skip connection passes by."""
     blocks = [
         Block(name="0", passing={1: 10, 2: 7}, boundary=17),

@@ -118,13 +118,13 @@ def test_an_exception_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--standalone", "--nproc-per-node", "3"]
     assert not torchrun(monkeypatch, script_in(tmp_path), [str(tmp_path), "3", "1", "processes"], options)
     check_joined(tmp_path, 3)
 
 
-def test_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of torchrun that know of one another, on one."""
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
     options += ["--master-port", str(unused_port()), "--node-rank"]

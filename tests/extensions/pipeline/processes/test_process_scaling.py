@@ -125,7 +125,7 @@ def test_a_step_is_skipped_in_all_processes(place: int, clip: float | None) -> N
     assert steps == {5.0}
 
 
-def test_the_step_is_that_of_one_device() -> None:
+def test_a_scaled_step_is_that_of_one_device() -> None:
     same(run("one device"), run("processes", plan={"micro_batches": 1}), 1e-6)
 
 

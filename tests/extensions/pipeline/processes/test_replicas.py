@@ -75,7 +75,7 @@ def test_replicas_equal_one_device(stages: int, count: int, options: dict[str, A
     ],
     ids=["gpipe", "zero bubble", "unequal shares"],
 )
-def test_schedules_and_shares(plan: dict[str, Any], replicas: int) -> None:
+def test_replicas_with_other_schedules_and_unequal_shares(plan: dict[str, Any], replicas: int) -> None:
     assert_same(fit_tokens(ALONE, 25, 1), fit_tokens(plan, 25, replicas))
 
 
@@ -254,7 +254,7 @@ class Dropping(Branching):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*returned None for every batch")
-def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
+def test_dropout_of_replicas_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
     plan, data = pipeline(cut_before=["net.2"]), TensorDataset(values(24))
     whole = fit(Dropping, plan, data, 4, callbacks=[EachStep(tmp_path)])
     assert_equal(whole.module, fit(Dropping, plan, data, 4, ckpt_path=tmp_path / "step=2.ckpt").module)
@@ -405,7 +405,7 @@ def test_a_batch_that_does_not_fit_is_done_again() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("PipelineStrategy(engine=engine)", "PipelineStrategy(engine=engine, replicas=2)"))
     options = ["--standalone", "--nproc-per-node", "4"]

@@ -172,7 +172,7 @@ def test_objects_that_collect_tensors():
     assert made.opaque == {}
 
 
-def test_what_a_module_that_stays_whole_leaves_in_an_object_is_not_lost():
+def test_an_object_that_a_whole_module_fills_is_refused():
     with pytest.raises(NotTraceable, match="hands on a Cache, whose tensors cannot be followed"):
         traced(cached(CachedLayer(), AskingCachedLayer()), values(2, WIDTH))
 
@@ -244,7 +244,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("pattern", WHOLE)
-def test_what_calls_alone_would_not_do_stays_whole(pattern):
+def test_submodules_that_draw_ask_or_go_backward_stay_whole(pattern):
     network = between(block(pattern))
     made = assert_followed(network, values(3, WIDTH))
     assert list(made.opaque) == ["1"]
@@ -310,7 +310,7 @@ PATTERNS = [selects, writes_in_place, without_gradients, with_an_activation, wit
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_what_is_followed_holds_for_other_values(pattern):
+def test_recorded_calls_hold_for_other_values(pattern):
     network = block(pattern)
     made = assert_followed(network, values(4, WIDTH))
     assert made.opaque == {}
@@ -487,7 +487,7 @@ def adds_in_place(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def test_what_is_added_in_place_may_come_from_an_earlier_stage():
+def test_stages_may_begin_before_an_addition_in_place():
     """What is changed may not."""
     network = written(adds_in_place, layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
     made = assert_followed(network, values(3, WIDTH))
@@ -657,7 +657,7 @@ def with_experts(*, drops: bool = False) -> nn.Module:
     return block(asks_for_sizes, experts=experts)
 
 
-def test_what_follows_experts_is_followed():
+def test_a_network_around_experts_is_recorded():
     network = nn.Sequential(with_experts(), with_experts())
     made = assert_followed(network, values(8, WIDTH))
     assert list(made.opaque) == ["0.experts", "1.experts"]

@@ -190,7 +190,7 @@ class Anneals(L.LightningModule):
     ],
     ids=["size of another tensor", "length of a tuple", "parameter of an argument", "epoch", "step"],
 )
-def test_what_depends_on_values_or_on_the_run_is_refused(network: nn.Module, others: Any, words: str):
+def test_forwards_that_depend_on_values_or_on_the_run_are_refused(network: nn.Module, others: Any, words: str):
     with pytest.raises(NotTraceable, match=words):
         traced(network, values(5, WIDTH), *others)
 

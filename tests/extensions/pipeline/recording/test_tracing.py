@@ -77,7 +77,7 @@ class Casts(Asks):
 
 
 @pytest.mark.parametrize("kind", [Asks, Counts, Draws, Checkpointed, Remembers, Averages, WithoutGradients, Casts])
-def test_what_cannot_be_followed_stays_whole(kind):
+def test_submodules_that_cannot_be_recorded_stay_whole(kind):
     """Also deep within containers; nothing of the attempt remains, and what is beside it is followed."""
     network, x = (
         nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), kind(), nn.Linear(3, 3)), kind()),
@@ -112,7 +112,7 @@ def test_what_cannot_be_followed_stays_whole(kind):
         (Casts, r"Casts.forward, line \d+: `hidden = self.layer\(x\)` \(computed under torch.no_grad, torch.autocast"),
     ],
 )
-def test_obstacles_in_the_network_itself_are_told(kind, told):
+def test_the_line_that_cannot_be_recorded_is_named(kind, told):
     network = kind()
     with pytest.raises(NotTraceable, match=told):
         traced(network, torch.rand(2, 3))
@@ -132,7 +132,7 @@ class Asserting(nn.Module):
 """
 
 
-def test_assertions_are_asked_when_it_runs():
+def test_assertions_of_a_forward_hold_in_each_call():
     space = {"nn": nn, "torch": torch}
     exec(ASSERTING, space)  # noqa: S102
     network = space["Asserting"]()

@@ -50,7 +50,7 @@ def test_a_custom_backward_is_not_lost(factor: Any) -> None:
     assert_equal(*gradients)
 
 
-def test_what_is_computed_beside_a_trace_is_computed() -> None:
+def test_an_autograd_function_of_constants_is_computed() -> None:
     """A call without anything that is followed runs, also while a forward is followed."""
 
     network = written(lambda self, x: x + Reversal.apply(torch.ones(2), 1.0))

@@ -142,7 +142,7 @@ def test_a_timeline_of_nothing():
     assert (Timeline((), 2).seconds, Timeline((), 2).idle) == (0.0, 0.0)
 
 
-def test_schedules_by_name():
+def test_unknown_schedules_are_refused():
     assert check_schedule("1f1b") == "1f1b"
     names = "'gpipe', '1f1b', 'looped_bfs', 'interleaved_1f1b', 'interleaved_zero_bubble'"
     with pytest.raises(ConfigurationError, match=f"schedule must be one of {names}, not 'zero'"):
@@ -164,7 +164,7 @@ def test_names_of_torch_s_are_understood(given, meant):
         check_schedule(given)
 
 
-def test_how_many_stages_a_device_has():
+def test_stages_per_device_fit_the_schedule():
     assert [check_stages(schedule, None) for schedule in SCHEDULES] == [1, 1, 2, 2, 2]
     assert check_stages("looped_bfs", 4) == 4
     assert check_stages("interleaved_zero_bubble", 1) == 1

@@ -329,7 +329,7 @@ def test_networks_that_cannot_be_cut_at_layers_are_refused(
         fit(make, **pipelined(2, timeout=60.0, **options))
 
 
-def test_stages_of_layers_are_used() -> None:
+def test_a_network_with_a_stack_runs_in_stages_of_layers() -> None:
     class Watched(PipelineStrategy):
         def teardown(self, error: BaseException | None = None) -> None:
             assert self._run is not None

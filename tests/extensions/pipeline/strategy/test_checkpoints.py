@@ -107,7 +107,7 @@ def test_a_cut_is_kept_for_the_next_run_and_given_up_where_it_does_not_fit():
         assert after_a_fit(Tokens(), strange)["cut_before"]
 
 
-def test_the_table_and_the_report():
+def test_the_table_of_the_cut_and_the_recorded_step():
     strategy = PipelineStrategy(schedule="interleaved_1f1b", stages_per_device=3, micro_batches=4)
     trainer = quiet(strategy=strategy, devices=["cpu", "cpu"])
     tables: list[Any] = []
@@ -176,7 +176,7 @@ def test_every_part_goes_to_the_device_of_its_stage(monkeypatch):
     assert dict(moves) == {name: OTHER if name.startswith("net.0") else CPU for name in module.state_dict()}
 
 
-def test_what_is_called_before_the_network_is_placed_when_it_is_called(monkeypatch):
+def test_a_layer_before_the_network_is_placed_when_it_is_called(monkeypatch):
     module = nn.ModuleDict({"net": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
     moves = Moves(module, monkeypatch)
     placement = Placement(module, [CPU, OTHER])

@@ -570,7 +570,7 @@ def test_modules_with_a_backward_of_their_own_are_evaluated(make):
     quiet(**pipelined(2)).predict(make().double(), DataLoader(Batches([4]), batch_size=None))
 
 
-def test_the_modules_own_cuts():
+def test_pipeline_cuts_of_the_module_are_taken():
     run = fit(OwnCuts, (4,), **pipelined(2))
     assert run.trainer.connected_strategy.portable.strategy_state()["cut_before"] == ["net.3"]
 
