@@ -34,7 +34,7 @@ ON_OTHER_DEVICES_ONLY = {
     f"{_PIPELINE}/test_pipeline.py::test_tensors_that_the_forward_makes_by_itself": (
         "the forward makes tensors on the CPU, which no operation takes together with those of another device"
     ),
-    f"{_PIPELINE}/test_faults.py::test_shared_layers_with_statistics_on_one_device": (
+    f"{_PIPELINE}/test_refusals.py::test_shared_layers_with_statistics_on_one_device": (
         "stages of one device share the layer; there are two devices here"
     ),
     f"{_REPLICATED}/test_replicated.py::test_dim": _IN_ORDER,

@@ -34,7 +34,7 @@ GROUPS = {
     ],
     "pipeline": [
         *(f"{STRATEGY}/test_{name}.py" for name in ("pipeline", "zero_bubble", "checkpoints")),
-        *(f"{STRATEGY}/test_{name}.py" for name in ("library_models", "faults")),
+        *(f"{STRATEGY}/test_{name}.py" for name in ("library_models", "faults", "refusals")),
         f"{PIPELINE}/stack/test_stacks.py",
         "tests/strategies/replicated",
     ],

@@ -183,8 +183,8 @@ class Anneals(L.LightningModule):
     ("network", "others", "words"),
     [
         (changed_at_places(resize), (), "asks for values of tensors, by `shape`"),
-        (with_layer(splits), (torch.tensor([2, 3]),), "asks for values of tensors, by `tensor_split`"),
-        (written(wraps), (), "asks for values of tensors"),
+        (with_layer(splits), (torch.tensor([2, 3]),), "a number of tensors which depends on values"),
+        (written(wraps), (), "a tensor that was computed where it cannot be followed"),
         (Anneals("current_epoch"), (), "reads `current_epoch`, which changes in the run"),
         (Anneals("global_step"), (), "reads `global_step`, which changes in the run"),
     ],

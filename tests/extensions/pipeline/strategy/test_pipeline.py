@@ -1,6 +1,5 @@
 """A network in stages: gradients, logs, outputs and state are those of one device."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -30,13 +29,9 @@ from tests.support.pipelines import (
 )
 from tests.support.trainer_runs import with_optimizers
 
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
 INTERLEAVED = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("equipoise")] == []
 
 
 # Schedules with numbers of devices and of stages on each.
