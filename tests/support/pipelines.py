@@ -161,6 +161,8 @@ def assert_as_on_one_device(
 class EachStep(L.Callback):
     """Writes `step=N.ckpt` after each batch, so within a window if one has begun."""
 
+    fires_without_batch = True
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

@@ -85,8 +85,8 @@ def test_a_slow_link_passes_less() -> None:
     blocks = named_blocks(4, forward=1.0, boundary=[10, 100, 10, 10])
     slow = [StageDevice(link=0.01), StageDevice()]
     assert chosen(blocks, slow) in ([1, 4], [3, 4])
-    stage, _ = Costs(blocks, slow).stages([2, 4])
-    assert (stage.forward, stage.backward) == pytest.approx((3.0, 1.0))
+    for stage in Costs(blocks, slow).stages([2, 4]):
+        assert (stage.forward, stage.backward) == pytest.approx((3.0, 1.0))
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("gpipe", [5 * 40, 5 * 40]), ("1f1b", [2 * 40, 40])])
