@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extensions.pipeline.processes import programs as pipeline_programs
-from tests.strategies.ddp import test_joins as test_ddp_joins
+from tests.strategies.ddp.launched.joining import check, script_in
 
 ONE_AFTER_THE_OTHER = """
 import json, runpy, sys
@@ -23,15 +22,14 @@ for script, *arguments in json.loads(sys.argv[1]):
 
 @pytest.mark.slow
 def test_two_strategies_in_one_program(tmp_path: Path) -> None:
-    ddp, pipeline, script = tmp_path / "ddp", tmp_path / "pipeline", tmp_path / "script.py"
+    script, programs = tmp_path / "script.py", []
     script.write_text(ONE_AFTER_THE_OTHER)
-    for folder in (ddp, pipeline):
-        folder.mkdir()
-    first = [test_ddp_joins.script_in(ddp), ddp, "{}"]
-    second = [pipeline_programs.script_in(pipeline), pipeline, "2", "1", "processes"]
+    for name in ("ddp", "pipeline"):
+        (folder := tmp_path / name).mkdir()
+        programs.append([str(script_in(folder)), str(folder), json.dumps({"strategy": name, "devices": 2})])
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-W", "ignore", *run, str(script), json.dumps([first, second], default=str)]
+    command = [sys.executable, "-W", "ignore", *run, str(script), json.dumps(programs)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    test_ddp_joins.check(ddp)
-    pipeline_programs.check_joined(pipeline, 2)
+    check(tmp_path / "ddp")
+    check(tmp_path / "pipeline", strategy="PipelineStrategy")

@@ -1,34 +1,26 @@
-"""DDP in real processes over gloo: launched, exact, and home again."""
+"""DDP trains as one device does on the whole batch: any network, options, data and changes in the midst of a run."""
 
-import csv
-import threading
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
-from torch.utils.data.distributed import DistributedSampler
-from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler, default_collate
 
-from equipoise import ConfigurationError, DDPStrategy, StepError, Trainer
+from equipoise import ConfigurationError, DDPStrategy, StepError
 from equipoise.strategies.ddp.exchange import torch_engine
 from equipoise.strategies.distributed import window_totals
-from tests.strategies.ddp.test_faults import Mistake, raises
+from tests.strategies.runs import assert_trains_alike, fit, numbers_in, trainer
+from tests.support.equality import assert_equal
+from tests.support.networks.numbered import Numbered, Samples, numbered
 from tests.support.networks.transparency import Base, Masked, MaskedOnTheHost, Mlp, Recurrent, Tied
-from tests.support.one_device import OPTIONS, assert_same_run, train
-from tests.support.pipelines import quiet
+from tests.support.one_device import OPTIONS, assert_same_run, on_one_device, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples", r"ignore:`fit\(ckpt_path='last'\)`")
+pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 
-
-# The first promise
+# Networks and options
 
 
 @pytest.mark.quick_cases(4)
@@ -36,382 +28,119 @@ pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples",
 @pytest.mark.parametrize("make", [Mlp, Recurrent, Tied, Masked, MaskedOnTheHost], ids=lambda make: make.__name__)
 def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> None:
     """A step of two processes is a window of two batches; the last has a batch for one of them alone."""
-    one = train(make, "single_device", 1, accumulate_grad_batches=2)
-    assert_same_run(one, train(make, DDPStrategy(engine=engine), 2))
+    assert_same_run(on_one_device(make, accumulate_grad_batches=2), train(make, DDPStrategy(engine=engine), 2))
 
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("options", ["accumulated", "clipped", "accumulated and clipped by value"])
-def test_with_options(options: str, engine: Any) -> None:
+def test_accumulation_and_clipping_are_those_of_one_device(options: str, engine: Any) -> None:
     given = OPTIONS[options]
     more = {**given, "accumulate_grad_batches": 3 * given.get("accumulate_grad_batches", 1)}
-    assert_same_run(train(Masked, "single_device", 1, **more), train(Masked, DDPStrategy(engine=engine), 3, **given))
+    assert_same_run(on_one_device(Masked, **more), train(Masked, DDPStrategy(engine=engine), 3, **given))
 
 
-class Samples(Dataset[Any]):
-    """Numbered samples."""
-
-    def __init__(self, count: int) -> None:
-        torch.manual_seed(11)
-        self.features, self.labels = torch.randn(count, 4, dtype=torch.float64), torch.randint(3, (count,))
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.features[index], self.labels[index], index
+# Modules that do more than a forward and a backward
 
 
-def has_same_weights_everywhere(module: L.LightningModule) -> bool:
-    """Return True if the module has the same bits in all processes."""
-    first, *others = module.trainer.strategy.gather_objects([p.detach().clone() for p in module.parameters()])
-    return all(all(map(torch.equal, first, other)) for other in others)
+class TwoBackwards(Numbered):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
 
 
-class Numbered(L.LightningModule):
-    """Remembers which samples it saw, by epoch."""
+class ThawsInTheEpoch(Numbered):
+    def on_train_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            self.net[0].requires_grad_(True)
+
+
+class ThawsInTheSecondEpoch(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+class GradientHook(Numbered):
+    """Keeps half of a weight as it is, by a hook on its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-        self.accuracy, self.auroc = MulticlassAccuracy(3), BinaryAUROC()
-        self.seen: list[list[list[int]]] = []
-        self.same = True
+        self.net[0].weight.register_hook(lambda gradient: gradient * torch.tensor([0.0, 1.0, 0.0, 1.0]))
 
-    def on_train_epoch_start(self) -> None:
-        self.seen.append([])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen[-1].append(batch[2].tolist())
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss, on_step=False, on_epoch=True)
-        return loss
+class WithoutAGradientInSomeSteps(Numbered):
+    def on_after_backward(self) -> None:
+        if self.global_step % 2:
+            self.net[0].weight.grad = None
 
-    def on_train_epoch_end(self) -> None:
-        self.seen[-1] = self.trainer.strategy.gather_objects(self.seen[-1])
-        self.same = self.same and has_same_weights_everywhere(self)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch[0])
-        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]))
-        self.accuracy(logits, batch[1])
-        self.auroc(logits[:, 0].sigmoid(), batch[1] == 0)
-        self.log("accuracy", self.accuracy)
-        self.log("auroc", self.auroc)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch[2]
+class LineSearch(Numbered):
+    """Decides by the loss, which is that of all samples."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=2, line_search_fn="strong_wolfe")
 
 
-def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
-    return quiet(strategy=strategy, devices=["cpu"] * devices, **{"max_epochs": 2, **options})
+class Grows(Numbered):
+    """Adds a layer in the middle of an epoch, and replaces a weight."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            torch.manual_seed(5 + self.global_rank)
+            self.net.append(nn.Linear(3, 3, dtype=self.dtype))
+            self.net[0].weight = nn.Parameter(torch.randn(5, 4, dtype=self.dtype))
+            new = [self.net[0].weight, *self.net[-1].parameters()]
+            self.optimizers(use_pl_optimizer=False).add_param_group({"params": new})
 
 
-def numbered() -> Numbered:
-    torch.manual_seed(3)
-    return Numbered()
+class SkipsAStep(Numbered):
+    """No process has a loss in the second step; weights without a gradient would decay."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
-def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    for expected, actual in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
+KINDS = [
+    *(WithoutAGradientInSomeSteps, LineSearch, Grows, TwoBackwards, ThawsInTheEpoch, ThawsInTheSecondEpoch),
+    *(GradientHook, SkipsAStep),
+]
 
 
-def assert_trains_alike(make: Callable[[], Numbered], strategy: Any = "ddp", count: int = 12) -> None:
-    """See that two processes train as one device does on batches twice as large."""
-    one, many = make(), make()
-    many.load_state_dict(one.state_dict())
-    trainer("single_device", 1).fit(one, DataLoader(Samples(count), batch_size=4))
-    trainer(strategy, 2).fit(many, DataLoader(Samples(count), batch_size=2))
-    assert_same_weights(one, many)
-    assert many.same
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize(("count", "processes"), [(13, 2), (13, 3), (4, 3), (12, 3), (2, 3)])
-@pytest.mark.parametrize("shares", [False, True])
-def test_each_sample_once(count: int, processes: int, shares: bool) -> None:
-    module = numbered()
-    strategy = DDPStrategy(shares=[3, 1, 2][:processes] if shares else None)
-    run = trainer(strategy, processes)
-    run.fit(module, DataLoader(Samples(count), batch_size=2, shuffle=True))
-    assert len(module.seen) == 2
-    for epoch in module.seen:
-        drawn = [index for process in epoch for batch in process for index in batch]
-        assert sorted(drawn) == list(range(count))
-    if count > 4:
-        assert module.seen[0] != module.seen[1]  # shuffled anew
-    assert module.same
-    assert run.global_step == 2 * -(-count // (2 * processes))
-
-
-def test_uneven_shares_are_exact() -> None:
-    one, many = numbered(), numbered()
-    trainer("single_device", 1).fit(one, DataLoader(Samples(13), batch_size=6))
-    strategy = DDPStrategy(shares=[0.5, 1.5])
-    trainer(strategy, 2).fit(many, DataLoader(Samples(13), batch_size=3))
-    assert [len(batch) for batch in many.seen[0][1]] == [4, 4, 1]
-    assert_same_weights(one, many)
-
-
-def test_a_sampler_of_the_users_own() -> None:
-    module, weights = numbered(), [1.0] * 10
-    sampler = WeightedRandomSampler(weights, 10, replacement=False)
-    trainer("ddp", 2, max_epochs=1).fit(module, DataLoader(Samples(10), batch_size=2, sampler=sampler))
-    drawn = [index for process in module.seen[0] for batch in process for index in batch]
-    assert sorted(drawn) == list(range(10))
-
-
-class Stream(IterableDataset[Any]):
-    """Samples without a length, shared out unevenly."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices, self.samples = indices, Samples(13)
-
-    def __iter__(self) -> Any:
-        return (self.samples[index] for index in self.indices)
-
-    def shard(self, num_shards: int, index: int) -> "Stream":
-        return Stream(self.indices[:9] if index == 0 else self.indices[9:])
-
-
-def test_a_stream_that_shares_itself_out() -> None:
-    module = numbered()
-    run = trainer(DDPStrategy(engine="native"), 2)
-    stream = DataLoader(Stream(list(range(13))), batch_size=2)
-    run.fit(module, stream, stream)
-    for epoch in module.seen:
-        assert epoch == [[[0, 1], [2, 3], [4, 5], [6, 7], [8]], [[9, 10], [11, 12]]]
-    assert module.same
-    assert run.global_step == 10
-    expected = trainer("single_device", 1).validate(module, DataLoader(Samples(13), batch_size=2), verbose=False)
-    assert run.callback_metrics["val_loss"] == pytest.approx(expected[0]["val_loss"])
-
-
-def test_a_stream_that_cannot_share_itself_out() -> None:
-    class Plain(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(Samples(4))
-
-    with pytest.raises(ConfigurationError, match=r"Plain is an IterableDataset.*`shard\(num_shards, index\)`"):
-        trainer("ddp", 2).fit(numbered(), DataLoader(Plain(), batch_size=2))
-
-
-def test_loaders_left_alone() -> None:
-    module = numbered()
-    run = trainer("ddp", 2, use_distributed_sampler=False, max_epochs=1)
-    run.fit(module, DataLoader(Samples(4), batch_size=2))
-    assert module.seen == [[[[0, 1], [2, 3]], [[0, 1], [2, 3]]]]
-
-
-# Evaluation
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
-def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None:
-    module = numbered()
-    loader = DataLoader(Samples(count), batch_size=2)
-    expected = trainer("single_device", 1).validate(module, loader, verbose=False)
-    run = trainer("ddp", processes)
-    actual = run.validate(module, loader, verbose=False)
-    assert actual[0].keys() == expected[0].keys() == {"val_loss", "accuracy", "auroc"}
-    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
-    assert run.callback_metrics["val_loss"] == pytest.approx(expected[0]["val_loss"])
-
-
-@pytest.mark.parametrize("count", [1, 5, 9])
-def test_predictions_come_in_the_order_of_the_data(count: int) -> None:
-    loader = DataLoader(Samples(count), batch_size=2)
-    predicted = trainer("ddp", 3).predict(numbered(), loader)
-    assert predicted is not None
-    assert torch.cat(predicted).tolist() == list(range(count))
-
-
-# What comes home
-
-
-class Remembers(L.Callback):
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-        self.file: Any = None
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.epochs.append(trainer.current_epoch)
-        self.module = module
-        self.file = threading.Lock()  # cannot be sent
-
-
-def test_the_callers_objects_hold_the_result(tmp_path: Path) -> None:
-    module, callback = numbered(), Remembers()
-    before = [p.detach().clone() for p in module.parameters()]
-    tensors = list(module.parameters())
-    run = trainer("ddp", 2, callbacks=[callback], enable_checkpointing=True, default_root_dir=str(tmp_path))
-    run.fit(module, DataLoader(Samples(8), batch_size=2), DataLoader(Samples(5), batch_size=2))
-    assert all(a is b for a, b in zip(tensors, module.parameters(), strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    assert callback.epochs == [0, 1]
-    assert callback.module is module
-    assert callback.file is None
-    assert (run.current_epoch, run.global_step) == (2, 4)
-    assert run.state.finished
-    assert {"loss", "val_loss", "accuracy"} <= run.callback_metrics.keys()
-    assert Path(run.checkpoint_callback.best_model_path).exists()
-    run.save_checkpoint(tmp_path / "own.ckpt")
-    assert torch.load(tmp_path / "own.ckpt", weights_only=True)["global_step"] == 4
-    run.fit_loop.max_epochs = 3
-    run.fit(module, DataLoader(Samples(8), batch_size=2))
-    assert run.current_epoch == 3
-
-
-# Failures
-
-
-def test_unused_parameters_are_named() -> None:
-    class Unused(Numbered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.Linear(2, 2)
-
-    with pytest.raises(StepError, match=r"spare\.weight, spare\.bias.*find_unused_parameters=True"):
-        trainer("ddp", 2).fit(Unused(), DataLoader(Samples(8), batch_size=2))
-    for strategy in (DDPStrategy(find_unused_parameters=True), DDPStrategy(engine="native")):
-        trainer(strategy, 2).fit(Unused(), DataLoader(Samples(7), batch_size=2))
-
-
-def test_what_cannot_be_sent_is_named() -> None:
-    module = numbered()
-    module.stream = iter(x for x in range(3))
-    with pytest.raises(ConfigurationError, match=r"^Numbered\.stream is a generator, which cannot be sent"):
-        trainer("ddp", 2).fit(module, DataLoader(Samples(8), batch_size=2))
-
-
-def test_modules_that_differ_are_refused() -> None:
-    class Differs(Numbered):
-        def configure_model(self) -> None:
-            if self.global_rank == 1:
-                self.extra = nn.Linear(2, 2)
-
-    with pytest.raises(ConfigurationError, match=r"Differs differs between processes: rank 0 has .* rank 1 has"):
-        trainer("ddp", 2).fit(Differs(), DataLoader(Samples(8), batch_size=2))
-
-
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"engine": "own"}, "engine must be 'torch' or 'native'"),
-        ({"shares": [0, 0]}, "shares must be 'auto' or a number from 0"),
-        ({"timeout": 0}, "timeout is a positive number"),
-        ({"bucket_megabytes": 0}, "bucket_megabytes must be positive"),
-        ({"engine": "native", "comm_hook": print}, "comm_hook is for torch's wrapper"),
-    ],
+    ("kind", "engine"), [(kind, ("torch", "native")[(i + j) % 2]) for j in (0, 1) for i, kind in enumerate(KINDS)]
 )
-def test_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        DDPStrategy(**options)
-    with pytest.raises(ConfigurationError, match="3 numbers, but there are 2 processes"):
-        trainer(DDPStrategy(shares=[1, 2, 3]), 2)
+def test_a_module_trains_as_on_one_device(kind: type[Numbered], engine: Any) -> None:
+    module = assert_trains_alike(kind, strategy=DDPStrategy(engine=engine))
+    if kind is GradientHook:
+        assert torch.equal(module.net[0].weight[:, 0], numbered(kind).net[0].weight[:, 0].double())
 
 
-def test_the_callers_generators_continue_where_the_first_process_ended() -> None:
-    later = []
-    for strategy, devices in (("single_device", 1), ("ddp", 2)):
-        torch.manual_seed(5)
-        trainer(strategy, devices).fit(Numbered(), DataLoader(Samples(8), batch_size=4 // devices))
-        later.append(float(torch.rand(())))
-    assert later[0] == later[1]
+class SomeSamples(Numbered):
+    """The loss of some samples, whose number is its weight: none in the first batch of the second process."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        keep = (batch[2] != 1) & (batch[2] != 3)
+        return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": int(keep.sum())}
 
 
-def test_datasets_travel_in_shared_memory() -> None:
-    """Workers read the caller's memory, mapped, not a copy in each of them."""
-
-    class Large(Numbered):
-        mapped = 0
-
-        def on_train_start(self) -> None:
-            tensor: Tensor = self.trainer.train_dataloader.dataset.tensors[0]
-            address = tensor.untyped_storage().data_ptr()
-            with open("/proc/self/maps") as file:
-                for line in file:
-                    begin, end = (int(each, 16) for each in line.split()[0].split("-"))
-                    if begin <= address < end:
-                        self.mapped = int("equipoise" in line)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch[0]).square().mean()
-
-    module = Large()
-    trainer("ddp", 2).fit(module, DataLoader(TensorDataset(torch.randn(1000, 4, dtype=torch.float64)), batch_size=500))
-    assert module.mapped == 1
+def test_a_batch_of_one_process_without_any_weight_counts_for_nothing() -> None:
+    assert_trains_alike(SomeSamples, count=10)
 
 
-# Where processes do not do the same
-
-
-@pytest.mark.parametrize("engine", ["torch", "native"])
-def test_callbacks_that_decide_together(engine: Any, tmp_path: Path) -> None:
-    """In the last step one process has no batch: it saves, looks at the clock and logs with the others."""
-
-    class Logs(Numbered):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("synced", float(batch[2].sum()), sync_dist=True, reduce_fx="sum", on_epoch=False)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("checked", batch[2].double().mean(), on_step=True, on_epoch=True, sync_dist=True)
-
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    logger = CSVLogger(tmp_path, version=0)
-    run = trainer(
-        DDPStrategy(engine=engine),
-        2,
-        callbacks=[checkpoint],
-        enable_checkpointing=True,
-        max_time="00:01:00:00",
-        logger=logger,
-        log_every_n_steps=1,
-        max_epochs=1,
-    )
-    run.fit(Logs(), DataLoader(Samples(9), batch_size=2), DataLoader(Samples(5), batch_size=2))
-    assert run.global_step == 3
-    assert len(list(tmp_path.glob("*.ckpt"))) == 3
-    assert run.callback_metrics["checked"] == 2
-    assert Path(run.log_dir) == Path(logger.log_dir)
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        rows = [row["synced"] for row in csv.DictReader(file) if row["synced"]]
-    assert [float(row) for row in rows] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8]
-
-
-def test_the_first_part_of_a_process_weighs_nothing() -> None:
-    class Empty(Numbered):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-            keep = (batch[2] != 1) & (batch[2] != 3)  # all of the second process's first batch
-            return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": int(keep.sum())}
-
-    assert_trains_alike(Empty, count=10)
-
-
-@pytest.mark.parametrize("engine", ["torch", "native"])
-def test_a_step_without_any_weight_moves_nothing(engine: Any) -> None:
-    class Skips(Numbered):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
-
-    assert_trains_alike(Skips, DDPStrategy(engine=engine))
-
-
-class OnADevice(Numbered):
+class OnADevice(SkipsAStep):
     """Computes as on a device that the host must not wait for; where `skipped`, all processes skip a step.
 
     Args:
@@ -436,90 +165,209 @@ class OnADevice(Numbered):
         keep = batch[2] % 3 > 0
         return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": keep.sum()}
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
-
 
 @pytest.mark.parametrize(("skipped", "masked"), [((2, 3), 9), ((1, 4), 2)])
 def test_a_total_weight_that_the_host_can_know_without_the_device(skipped: tuple[int, ...], masked: int) -> None:
-    assert_trains_alike(partial(OnADevice, skipped, masked), count=22)
+    assert_trains_alike(OnADevice, skipped, masked, count=22)
 
 
-@pytest.mark.parametrize("engine", ["torch", "native"])
-def test_parameters_that_begin_to_learn(engine: Any) -> None:
-    class Thaws(Numbered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[0].requires_grad_(False)
+class InOrder(Sampler[int]):
+    """Eight samples in their order, which a sampler of torch's own would not keep."""
 
-        def on_train_epoch_start(self) -> None:
-            super().on_train_epoch_start()
-            self.net[0].requires_grad_(self.current_epoch > 0)
+    def __len__(self) -> int:
+        return 8
 
-    assert_trains_alike(Thaws, DDPStrategy(engine=engine))
+    def __iter__(self) -> Any:
+        return iter(range(8))
 
 
-def test_gradients_are_whole_after_the_backward() -> None:
-    class Clips(Numbered):
-        def on_after_backward(self) -> None:
-            for parameter in self.parameters():
-                parameter.grad.clamp_(-0.01, 0.01)
+class ConstantLoss(L.LightningModule):
+    """Its loss is a constant where a batch holds the sixth sample."""
 
-    module = Clips()
-    trainer(DDPStrategy(engine="native"), 2).fit(module, DataLoader(Samples(12), batch_size=2))
-    assert module.same
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2)])
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if 6.0 in batch.tolist():
+            return torch.zeros((), dtype=torch.float64, requires_grad=True)
+        return sum(self.weights) * batch.mean()
 
-def test_a_distributed_sampler_of_the_users_own_in_an_evaluation() -> None:
-    module = numbered()
-
-    class Data(L.LightningDataModule):
-        def val_dataloader(self) -> Any:
-            sampler: Any = DistributedSampler(range(8), 2, self.trainer.global_rank, shuffle=False)
-            return DataLoader(Samples(8), batch_size=2, sampler=sampler)
-
-    expected = trainer("single_device", 1).validate(module, DataLoader(Samples(8), batch_size=2), verbose=False)
-    actual = trainer("ddp", 2).validate(module, datamodule=Data(), verbose=False)
-    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def test_a_checkpoint_on_an_error(tmp_path: Path) -> None:
-    """The process that fails does not wait for those that do not know yet."""
-
-    class Fails(Numbered):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 1 and self.global_rank == 0:
-                raises()
-            return super().training_step(batch, batch_idx)
-
-    run = trainer("ddp", 2, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
-    with pytest.raises(Mistake, match="on purpose"):
-        run.fit(Fails(), DataLoader(Samples(8), batch_size=2))
-    assert (tmp_path / "on_exception.ckpt").exists()
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [({}, 1), ({}, 2), ({"engine": "native"}, 2), ({"find_unused_parameters": True}, 1)],
+)
+def test_a_constant_loss_of_one_process_has_zero_gradients(options: dict[str, Any], window: int) -> None:
+    module, data = ConstantLoss(), torch.arange(8, dtype=torch.float64)
+    run = trainer(DDPStrategy(timeout=60.0, **options), accumulate_grad_batches=window, max_epochs=1)
+    run.fit(module, DataLoader(data, batch_size=1, sampler=InOrder()))
+    # The samples of all steps but the sixth, in steps of two.
+    expected = 1 - 0.01 * (sum(range(8)) - 6) / (2 * window)
+    assert [float(weight.detach()) for weight in module.weights] == pytest.approx([expected] * 2, rel=1e-12)
 
 
-def test_manual_optimisation_needs_a_batch_everywhere() -> None:
-    class Manual(Numbered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+class ByHand(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
-    assert_trains_alike(Manual, count=8)
-    data = DataLoader(Samples(9), batch_size=2)
+
+def test_manual_optimisation_needs_a_batch_in_every_process() -> None:
+    assert_trains_alike(ByHand, count=8)
     with pytest.raises(ConfigurationError, match=r"have 3 and 2 batches.*optimises by hand.*limit_train_batches=2"):
-        trainer("ddp", 2).fit(Manual(), data)
-    # The steps may be over before.
-    trainer("ddp", 2, max_steps=2).fit(Manual(), data)
+        fit(ByHand(), count=9)
+    fit(ByHand(), count=9, max_steps=2)  # over before
     with pytest.raises(StepError, match=r"optimises by hand.*drop_last=True"):
-        trainer("ddp", 2, max_steps=3).fit(Manual(), data)
+        fit(ByHand(), count=9, max_steps=3)
 
 
-def test_shared_batch_statistics_are_refused_on_the_cpu() -> None:
-    with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True needs CUDA devices"):
-        trainer("ddp", 2, sync_batchnorm=True).fit(numbered(), DataLoader(Samples(4), batch_size=2))
+# What an engine cannot do
+
+
+class SparseEmbedding(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(7, 3, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net((batch[0][:, 0] > 0).long()).square().mean()
+
+
+class Unused(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+class GrowsInTheStep(Numbered):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 1:
+            self.net.append(layer := nn.Linear(3, 3, dtype=self.dtype))
+            self.optimizers(use_pl_optimizer=False).add_param_group({"params": list(layer.parameters())})
+        return super().training_step(batch, batch_idx)
+
+
+class StepsInTheBackward(Numbered):
+    """Steps an optimiser for each weight as soon as its gradient is there."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in self.net[0].parameters()}
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
+@pytest.mark.quick_cases(5)
+@pytest.mark.parametrize(
+    ("kind", "options", "accumulate", "message"),
+    [
+        (SparseEmbedding, {"engine": "native"}, 1, "exchanges dense gradients only"),
+        (Numbered, {"static_graph": True}, 2, "does not go with accumulate_grad_batches"),
+        (Unused, {}, 1, r"spare\.weight, spare\.bias.*find_unused_parameters=True"),
+        (GrowsInTheStep, {}, 1, "gives the module a parameter that it trains"),
+        (StepsInTheBackward, {"engine": "native"}, 1, "is stepped within a backward"),
+        (GrowsInTheStep, {"engine": "native"}, 1, "gives the module a parameter that it trains"),
+        (StepsInTheBackward, {}, 1, "is stepped within a backward"),
+    ],
+)
+def test_gradients_that_are_not_exchanged_are_refused(
+    kind: type[Numbered], options: dict[str, Any], accumulate: int, message: str
+) -> None:
+    with pytest.raises(StepError, match=message):
+        fit(kind(), DDPStrategy(**options), accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"engine": "native"}])
+def test_unused_parameters_are_left_as_they_are(options: dict[str, Any]) -> None:
+    fit(Unused(), DDPStrategy(**options), count=7)
+
+
+# Data
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    ("count", "processes", "shares"), [(13, 2, None), (13, 3, [3, 1, 2]), (4, 3, [3, 1, 2]), (2, 3, None)]
+)
+def test_each_sample_is_seen_once_in_an_epoch(count: int, processes: int, shares: Any) -> None:
+    module = numbered()
+    run = trainer(DDPStrategy(shares=shares), processes)
+    run.fit(module, DataLoader(Samples(count), batch_size=2, shuffle=True))
+    assert [numbers_in(epoch) for epoch in module.seen] == [list(range(count))] * 2
+    if count > 4:
+        assert module.seen[0] != module.seen[1]  # shuffled anew
+    assert module.same
+    assert run.global_step == 2 * -(-count // (2 * processes))
+
+
+def test_uneven_shares_train_as_one_device() -> None:
+    one, many = numbered(), numbered()
+    trainer("single_device", 1).fit(one, DataLoader(Samples(13), batch_size=6))
+    trainer(DDPStrategy(shares=[0.5, 1.5])).fit(many, DataLoader(Samples(13), batch_size=3))
+    assert [len(batch) for batch in many.seen[0][1]] == [4, 4, 1]
+    assert_equal(one, many, 1e-12)
+
+
+def test_a_sampler_of_the_users_own_is_divided() -> None:
+    module, sampler = numbered(), WeightedRandomSampler([1.0] * 10, 10, replacement=False)
+    trainer(max_epochs=1).fit(module, DataLoader(Samples(10), batch_size=2, sampler=sampler))
+    assert numbers_in(module.seen[0]) == list(range(10))
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, indices: range) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Any:
+        return (Samples(13)[index] for index in self.indices)
+
+
+class Sharing(Stream):
+    """Shares its samples out, unevenly."""
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return Stream(self.indices[:9] if index == 0 else self.indices[9:])
+
+
+def test_a_stream_that_shares_itself_out() -> None:
+    module, run = numbered(), trainer(DDPStrategy(engine="native"))
+    stream = DataLoader(Sharing(range(13)), batch_size=2)
+    run.fit(module, stream, stream)
+    for epoch in module.seen:
+        assert epoch == [[[0, 1], [2, 3], [4, 5], [6, 7], [8]], [[9, 10], [11, 12]]]
+    assert module.same
+    assert run.global_step == 10
+    expected = trainer("single_device", 1).validate(module, DataLoader(Samples(13), batch_size=2), verbose=False)
+    assert run.callback_metrics["val_loss"] == pytest.approx(expected[0]["val_loss"])
+
+
+def test_a_stream_that_cannot_share_itself_out_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Stream is an IterableDataset.*`shard\(num_shards, index\)`"):
+        trainer().fit(numbered(), DataLoader(Stream(range(4)), batch_size=2))
+
+
+def test_loaders_are_left_alone_without_use_distributed_sampler() -> None:
+    module = numbered()
+    trainer(use_distributed_sampler=False, max_epochs=1).fit(module, DataLoader(Samples(4), batch_size=2))
+    assert module.seen == [[[[0, 1], [2, 3]], [[0, 1], [2, 3]]]]
+
+
+def test_loaders_with_workers_start_them_as_in_the_parent() -> None:
+    """Which takes a collate function that cannot be pickled."""
+    one, many = numbered(), numbered()
+    fit(one, "single_device", 1, max_epochs=1)
+    collate: Callable[[Any], Any] = lambda samples: default_collate(samples)  # noqa: E731
+    trainer(max_epochs=1).fit(many, DataLoader(Samples(16), batch_size=2, num_workers=1, collate_fn=collate))
+    assert_equal(one, many, 1e-12)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,30 +10,11 @@ import psutil
 import pytest
 
 from equipoise import DDPStrategy, StepError, WorkerError
+from tests.support.failures import Mistake, hangs, is_killed, leaves, raises
+from tests.support.pairs import pairwise
 from tests.support.programs import Program
 from tests.support.trainer_runs import Small, loader, trainer
 from tests.support.waiting import blame_early, wait_briefly
-
-
-class Mistake(Exception):
-    pass
-
-
-def raises() -> None:
-    raise Mistake("on purpose")
-
-
-def is_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leaves() -> None:
-    sys.exit(3)
-
-
-def hangs() -> None:
-    threading.Event().wait()
-
 
 HOW: dict[str, tuple[Any, type[Exception], str]] = {
     "raise": (raises, Mistake, "on purpose"),
@@ -90,11 +69,14 @@ def nothing_left() -> Iterator[None]:
         assert len(os.listdir("/proc/self/fd")) - len(before) <= 8
 
 
+PLACES = ["setup", "forward", "backward", "optimiser step", "validation", "checkpoint"]
+
+
 @pytest.mark.quick_cases(5)
-@pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimiser step", "validation", "checkpoint"])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("engine", ["torch", "native"])
-def test_a_fault(engine: Any, how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("how", "place", "engine"), pairwise(list(HOW), PLACES, ["torch", "native"]))
+def test_a_process_that_fails_ends_the_run_and_the_next_one_is_as_new(
+    engine: Any, how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     function, error, message = HOW[how]
     if function is hangs:
         blame_early(monkeypatch)

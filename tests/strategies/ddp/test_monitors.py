@@ -43,7 +43,9 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, An
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_value_that_differs_between_processes(tmp_path: Path, step: int) -> None:
+def test_a_resumed_run_monitors_a_value_that_differs_between_processes_as_an_undisturbed_one(
+    tmp_path: Path, step: int
+) -> None:
     expected = fit(tmp_path / "whole", 6)
     assert expected["score"] > min(VALUES[0]), "the processes agree on every value"
     fit(tmp_path / "parts", step)

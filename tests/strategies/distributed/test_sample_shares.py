@@ -11,10 +11,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from equipoise import ConfigurationError, DDPStrategy
 from equipoise.parallel.batches.calibration import SimulatedDevice
-from tests.strategies.ddp.test_ddp import Samples, assert_same_weights, numbered, trainer
+from tests.strategies.runs import numbers_in, trainer
+from tests.support.equality import assert_equal
+from tests.support.networks.numbered import Samples, numbered
 
 
-class Slower(L.Callback):
+class Sizes(L.Callback):
     """Remembers the sizes of the first process's batches."""
 
     def __init__(self) -> None:
@@ -25,9 +27,9 @@ class Slower(L.Callback):
 
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
-def test_measured_shares(engine: Any, tmp_path: Path) -> None:
+def test_measured_shares_give_a_slow_process_less_and_are_saved(engine: Any, tmp_path: Path) -> None:
     """The second process is slower by far, so it gets less; every sample is seen once, and gradients are exact."""
-    one, many, sizes = numbered(), numbered(), Slower()
+    one, many, sizes = numbered(), numbered(), Sizes()
     trainer("single_device", 1, max_epochs=1).fit(one, DataLoader(Samples(390), batch_size=24))
     strategy = DDPStrategy(engine=engine, shares="auto", simulated={1: SimulatedDevice(seconds_per_sample=0.01)})
     run = trainer(strategy, 2, max_epochs=1, callbacks=[sizes])
@@ -36,11 +38,11 @@ def test_measured_shares(engine: Any, tmp_path: Path) -> None:
     assert strategy.shares[0] > 2 * strategy.shares[1]
     assert sizes.sizes[:7] == [12, 12, 9, 15, 12, 9, 15]
     assert sizes.sizes[-2] == strategy.shares[0]
-    assert sorted(index for process in many.seen[0] for batch in process for index in batch) == list(range(390))
-    assert_same_weights(one, many)
+    assert numbers_in(many.seen[0]) == list(range(390))
+    assert_equal(one, many, 1e-12)
     run.save_checkpoint(path := tmp_path / "last.ckpt")
     other = DDPStrategy(engine=engine, shares="auto")
-    again, sizes = trainer(other, 2, max_epochs=2, limit_train_batches=1, callbacks=[sizes]), Slower()
+    again, sizes = trainer(other, 2, max_epochs=2, limit_train_batches=1, callbacks=[sizes]), Sizes()
     again.fit(numbered(), DataLoader(Samples(390), batch_size=12), ckpt_path=path)
     assert other.shares == strategy.shares  # nothing is measured anew
 
@@ -52,8 +54,7 @@ def test_measured_shares_while_a_loader_reads_ahead() -> None:
     data = DataLoader(Samples(400), batch_size=8, shuffle=True, num_workers=1, multiprocessing_context="fork")
     trainer(strategy, 2, max_epochs=2).fit(module, data)
     assert strategy.shares is not None
-    for epoch in module.seen:
-        assert sorted(index for process in epoch for batch in process for index in batch) == list(range(400))
+    assert [numbers_in(epoch) for epoch in module.seen] == [list(range(400))] * 2
 
 
 class Batches:
@@ -97,7 +98,7 @@ class Own(L.LightningDataModule):
     ],
     ids=["no loader", "stream", "sampler"],
 )
-def test_shares_of_loaders_that_cannot_be_cut(data: Any, why: str) -> None:
+def test_given_shares_are_refused_and_measured_ones_left_out_where_a_loader_cannot_be_cut(data: Any, why: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"shares need a DataLoader with a batch_size to cut, {why}"):
         trainer(DDPStrategy(shares=[1, 3]), 2).fit(numbered(), **data)
     trainer(strategy := DDPStrategy(shares="auto"), 2).fit(numbered(), **data)

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import DDPStrategy, StepError
-from tests.strategies.ddp.programs_by_hand import PROGRAMS, ByHand
+from tests.strategies.ddp.exchange.programs_by_hand import PROGRAMS, ByHand
+from tests.support.equality import assert_equal, differences
 from tests.support.pipelines import quiet
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True")
@@ -28,26 +29,22 @@ def weights_of(make: type[ByHand], strategy: Any, processes: int, count: int, ba
     return [parameter.detach() for parameter in module.parameters()]
 
 
-def difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+IN_THREE_PROCESSES = ("plain", "assigned", "penalty", "sharpness", "unused", "Limited", "Adversaries", "Truncated")
 
 
-@pytest.mark.parametrize(("engine", "processes"), [("torch", 2), ("native", 2), ("native", 3)])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_by_any_road(name: str, engine: Any, processes: int) -> None:
-    """As on one device, though the last batch is uneven."""
+@pytest.mark.parametrize(("name", "processes"), [(name, 3 if name in IN_THREE_PROCESSES else 2) for name in PROGRAMS])
+def test_gradients_by_any_function_are_those_of_one_device(name: str, processes: int) -> None:
+    """Though the last batch is uneven."""
     count = 4 * processes * 3 + 2 * processes - 1
     one = weights_of(PROGRAMS[name], "single_device", 1, count, 3 * processes)
-    assert difference(one, weights_of(ByHand, "single_device", 1, 3, 3)) > 1e-3
-    several = weights_of(PROGRAMS[name], DDPStrategy(engine=engine), processes, count, 3)
-    assert difference(one, several) < 1e-12
+    assert any(differences(one, [weight.detach() for weight in PROGRAMS[name]().parameters()], tolerance=1e-3))
+    assert_equal(one, weights_of(PROGRAMS[name], "ddp", processes, count, 3), 1e-12)
 
 
 @pytest.mark.parametrize("name", ["plain", "clipped", "penalty", "sharpness", "Limited"])
-def test_uneven_shares(name: str) -> None:
-    """A process counts as much as it has samples."""
+def test_a_process_counts_as_much_as_it_has_samples(name: str) -> None:
     one = weights_of(PROGRAMS[name], "single_device", 1, 16, 6)
-    assert difference(one, weights_of(PROGRAMS[name], DDPStrategy(shares=[1, 2]), 2, 16, 3)) < 1e-12
+    assert_equal(one, weights_of(PROGRAMS[name], DDPStrategy(shares=[1, 2]), 2, 16, 3), 1e-12)
 
 
 class Adapts(ByHand):
@@ -73,7 +70,7 @@ def test_an_evaluation_exchanges_nothing() -> None:
         validation = DataLoader(data(9), batch_size=3)
         trainer.fit(module, DataLoader(data(12), batch_size=6 // processes), validation)
         trained.append([parameter.detach() for parameter in module.parameters()])
-    assert difference(*trained) < 1e-12
+    assert_equal(*trained, 1e-12)
 
 
 # What cannot be as on one device

@@ -1,0 +1,267 @@
+"""What is logged, measured and predicted in several processes is that of all samples, and the same in every process."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+
+from equipoise import DDPStrategy
+from tests.strategies.runs import fit, trainer
+from tests.support.networks.numbered import Numbered, Samples, numbered
+
+pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+
+# Evaluations and predictions
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(("count", "processes"), [(1, 3), (3, 2), (5, 3), (11, 2)])
+def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None:
+    module, loader = numbered(), DataLoader(Samples(count), batch_size=2)
+    (expected,) = trainer("single_device", 1).validate(module, loader, verbose=False)
+    run = trainer("ddp", processes)
+    (actual,) = run.validate(module, loader, verbose=False)
+    assert actual.keys() == expected.keys() == {"val_loss", "accuracy", "auroc"}
+    assert actual == pytest.approx(expected, rel=1e-6)
+    assert run.callback_metrics["val_loss"] == pytest.approx(expected["val_loss"])
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_predictions_come_in_the_order_of_the_data(count: int) -> None:
+    predicted = trainer("ddp", 3).predict(numbered(), DataLoader(Samples(count), batch_size=2))
+    assert predicted is not None
+    assert torch.cat(predicted).tolist() == list(range(count))
+
+
+def test_a_distributed_sampler_of_the_users_own_in_an_evaluation() -> None:
+    class Data(L.LightningDataModule):
+        def val_dataloader(self) -> Any:
+            sampler: Any = DistributedSampler(range(8), 2, self.trainer.global_rank, shuffle=False)
+            return DataLoader(Samples(8), batch_size=2, sampler=sampler)
+
+    module = numbered()
+    expected = trainer("single_device", 1).validate(module, DataLoader(Samples(8), batch_size=2), verbose=False)
+    assert trainer().validate(module, datamodule=Data(), verbose=False)[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+class Collects(L.LightningModule):
+    """Stacks at the end what its steps have kept, as a process without a batch cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.mean = MeanMetric().double()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.kept.append(batch.mean())
+        self.mean.update(batch)
+        self.log("value", batch.mean(), sync_dist=True)
+        self.log("metric", self.mean)
+
+    def on_validation_epoch_end(self) -> None:
+        torch.stack(self.kept)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch
+
+
+@pytest.mark.filterwarnings("ignore:The val loader shuffles")
+@pytest.mark.parametrize(("devices", "samples", "shuffle"), [(2, 2, False), (2, 5, True), (3, 4, False)])
+def test_each_process_has_samples_of_an_evaluation_of_one_batch(devices: int, samples: int, shuffle: bool) -> None:
+    data = torch.arange(samples, dtype=torch.float64).square()
+    loader = DataLoader(data, batch_size=10, shuffle=shuffle)
+    (values,) = trainer("ddp", devices).validate(Collects(), loader, verbose=False)
+    assert values == pytest.approx({"value": float(data.mean()), "metric": float(data.mean())}, rel=1e-12)
+
+
+def test_predictions_and_limited_evaluations_keep_their_batches() -> None:
+    class Keeps(Collects):
+        on_validation_epoch_end = L.LightningModule.on_validation_epoch_end
+
+    data, run = torch.arange(8, dtype=torch.float64), trainer(limit_val_batches=1)
+    (values,) = run.validate(Keeps(), DataLoader(data, batch_size=4), verbose=False)
+    assert values["value"] == pytest.approx(1.5, rel=1e-12)
+    predictions = run.predict(Keeps(), DataLoader(data, batch_size=8))
+    assert predictions is not None
+    assert [len(batch) for batch in predictions] == [8]
+
+
+# Batch statistics
+
+
+class Normalised(Numbered):
+    """With batch statistics, which are each process's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+    def on_train_end(self) -> None:
+        self.means_of_all = self.trainer.strategy.gather_objects(self.net[1].running_mean.tolist())
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_batch_statistics_are_the_same_in_all_processes_and_in_the_module_that_comes_home(engine: Any) -> None:
+    module, run, data = numbered(Normalised), trainer(DDPStrategy(engine=engine)), DataLoader(Samples(10), batch_size=3)
+    run.fit(module, DataLoader(Samples(16), batch_size=2), data)
+    first, second = module.means_of_all
+    assert first == second == module.net[1].running_mean.tolist()
+    within = float(run.callback_metrics["val_loss"])
+    after = trainer("single_device", 1).validate(module, data, verbose=False)[0]["val_loss"]
+    assert within == pytest.approx(after, rel=1e-12)
+
+
+# Logged values
+
+
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_a_process_without_a_batch_saves_stops_and_logs_with_the_others(engine: Any, tmp_path: Path) -> None:
+    class Logs(Numbered):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("synced", float(batch[2].sum()), sync_dist=True, reduce_fx="sum", on_epoch=False)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("checked", batch[2].double().mean(), on_step=True, on_epoch=True, sync_dist=True)
+
+    run = trainer(
+        DDPStrategy(engine=engine),
+        callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)],
+        enable_checkpointing=True,
+        max_time="00:01:00:00",
+        logger=(logger := CSVLogger(tmp_path, version=0)),
+        log_every_n_steps=1,
+        max_epochs=1,
+    )
+    run.fit(Logs(), DataLoader(Samples(9), batch_size=2), DataLoader(Samples(5), batch_size=2))
+    assert run.global_step == 3
+    assert len(list(tmp_path.glob("*.ckpt"))) == 3
+    assert run.callback_metrics["checked"] == 2
+    assert Path(run.log_dir) == Path(logger.log_dir)
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [row["synced"] for row in csv.DictReader(file) if row["synced"]]
+    assert [float(row) for row in rows] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8]
+
+
+class LogsApart(Numbered):
+    """Logs other values in each process when an epoch ends."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log(f"trained_by_{self.global_rank}", 2.0 + self.global_rank)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            self.log("validated", 5.0)
+        self.log("both", float(self.global_rank))
+
+
+def test_values_that_one_process_logs_at_the_end_of_an_epoch() -> None:
+    run = trainer(DDPStrategy(timeout=60.0))
+    run.fit(numbered(LogsApart), DataLoader(Samples(16), batch_size=2), DataLoader(Samples(10), batch_size=3))
+    expected = {"trained_by_0": 2.0, "trained_by_1": 3.0, "validated": 5.0, "both": 0.5}
+    assert {name: float(run.callback_metrics[name]) for name in expected} == expected
+
+
+class LowersItsRate(Numbered):
+    """By the loss of single steps, which differs between processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("step", loss * (1 + self.global_rank))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        config = {"scheduler": scheduler, "monitor": "step", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def on_train_end(self) -> None:
+        self.rates = self.trainer.strategy.gather_objects(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_scheduler_that_watches_a_value_has_the_same_rate_in_all_processes() -> None:
+    fit(module := numbered(LowersItsRate))
+    assert module.same
+    assert module.rates[0] == module.rates[1] < 0.1
+
+
+# Metrics
+
+
+class Unregistered(L.LightningModule):
+    """Logs metrics that are no attributes of it. Rank 0 has a batch more than rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = [SumMetric()]
+        self.by_stage = {"val": {"all": CatMetric()}}
+        self.collections = (MetricCollection([MeanMetric(), SumMetric()]),)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        for metric in (self.sums[0], self.by_stage["val"]["all"], self.collections[0]):
+            metric.update(batch)
+        self.log("sum", self.sums[0])
+        self.log_dict(self.collections[0])
+
+    def on_test_epoch_end(self) -> None:
+        self.log("spread", self.by_stage["val"]["all"].compute().float().std())
+        self.log("sum again", self.sums[0])
+        self.log("read", self.trainer.callback_metrics["sum again"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_metrics_in_plain_containers_are_those_of_all_samples(strategy: str) -> None:
+    data = DataLoader(torch.arange(5.0, dtype=torch.float64), batch_size=1)
+    (values,) = trainer(strategy).test(Unregistered(), data, verbose=False)
+    spread = torch.arange(5.0).std().item()
+    sums = dict.fromkeys(("sum", "SumMetric", "sum again", "read"), 10.0)
+    assert values == pytest.approx({**sums, "MeanMetric": 2.0, "spread": spread})
+
+
+class Gathered(Metric):
+    """A list of values, which is exchanged entry by entry."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__(dist_sync_on_step=True)
+        self.add_state("values", default=[], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values)
+
+    def compute(self) -> Tensor:
+        return torch.cat(list(self.values)).sort().values.cumsum(0).sum()
+
+
+class Listed(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = Gathered()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("gathered", self.gathered(batch[0][:, 0]) * 0, on_step=True)
+        self.log("of_all", self.gathered)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(("count", "processes"), [(5, 2), (1, 3), (9, 2)])
+def test_lists_of_a_metric_are_of_unequal_lengths(count: int, processes: int) -> None:
+    """Batches of two: the processes have unequal numbers of them."""
+    data = DataLoader(Samples(count), batch_size=2)
+    one, many = (
+        run.validate(numbered(Listed), data, verbose=False)[0]["of_all"]
+        for run in (trainer("single_device", 1), trainer("ddp", processes))
+    )
+    assert many == pytest.approx(one, rel=1e-12)
