@@ -33,12 +33,12 @@ MEMBERS = {
 }
 
 
-def test_members() -> None:
+def test_a_strategy_has_no_other_members_than_the_listed_ones() -> None:
     assert {name for name in dir(Strategy) if not name.startswith("_")} == MEMBERS
     assert len(MEMBERS) <= 26
 
 
-def test_copies_have_the_options_alone() -> None:
+def test_copies_of_a_strategy_have_its_options_alone() -> None:
     strategy = SingleDeviceStrategy()
     strategy.connect([torch.device("cpu")])
     strategy.setup(nn.Linear(1, 1), Precision("32-true"))
@@ -55,7 +55,7 @@ class WithRun(Strategy):
         return "called"
 
 
-def test_copies_of_subclasses_keep_their_methods() -> None:
+def test_copies_of_a_subclass_keep_its_methods() -> None:
     copy = pickle.loads(pickle.dumps(WithRun()))
     assert copy._run() == "called"
 

@@ -60,7 +60,7 @@ LOADERS: dict[str, tuple[Any, Certainty]] = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_certainty(name: str) -> None:
+def test_when_the_number_of_batches_is_certain(name: str) -> None:
     loader, certainty = LOADERS[name]
     assert certainty_of(loader) is certainty
 
@@ -90,7 +90,7 @@ def test_orders_of_torch_are_certain_in_all_processes() -> None:
         assert certainty_of(share_loader(loader, 1, 2, 0, training=True)) is Certainty.AT_REQUEST
 
 
-def test_the_longest_counts() -> None:
+def test_the_longest_and_least_certain_of_the_processes_counts() -> None:
     joined = joined_extent([Extent(3, 9, Certainty.AT_REQUEST), Extent(5, 4, Certainty.ONCE_DRAWN)])
     assert joined == Extent(5, 9, Certainty.ONCE_DRAWN)
     assert Extent(math.inf, 4).num_batches == 4

@@ -85,7 +85,9 @@ def drawn(folder: Path, name: str, rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 1}, {"workers": 1, "generator": True}], ids=str)
-def test_ranks_draw_other_numbers(options: dict[str, Any], tmp_path: Path) -> None:
+def test_processes_draw_other_numbers_in_the_loop_and_the_same_before_it(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     fit(tmp_path, "ddp", 2, **options)
     for name in ("split", "loader"):
         assert drawn(tmp_path, name, 0) == drawn(tmp_path, name, 1)
@@ -98,7 +100,7 @@ def test_ranks_draw_other_numbers(options: dict[str, Any], tmp_path: Path) -> No
     assert len(set(noise)) == len(noise)
 
 
-def test_the_first_rank_draws_as_one_process(tmp_path: Path) -> None:
+def test_the_first_process_draws_as_a_run_in_one_process(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     fit(one, "single_device", 1)
     fit(two, "ddp", 2)

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("uneven_programs.py")
         ("fsdp", 2, 300, 40),
     ],
 )
-def test_programs(
+def test_random_programs_with_uneven_sources_train_as_one_process_and_resume(
     strategy: str, processes: int, first: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torchrun writes beside the script.

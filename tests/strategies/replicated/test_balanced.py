@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from equipoise import BalancedDataParallelStrategy, ConfigurationError, SimulatedDevice, Trainer
+from equipoise import BalancedDataParallelStrategy, ConfigurationError, SimulatedDevice
 from equipoise.parallel.batches import calibration
-from tests.support.pipelines import quiet
+from tests.strategies.replicated.sized_parts import Module, fit, loader, trainer
 from tests.support.simulated_time import SimulatedTime
-from tests.support.trainer_runs import Small
 
 FAST, SLOW = SimulatedDevice(seconds_per_sample=0.0005), SimulatedDevice(seconds_per_sample=0.0015)
 
@@ -22,42 +20,6 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "time", SimulatedTime())
 
 
-class Module(Small):
-    """One layer; remembers the sizes of parts and when each of them was computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Epoch, batch, device and size of each part. Devices compute at the same time, in any order.
-        self.parts: list[tuple[int, int, str, int]] = []
-
-    @property
-    def sizes(self) -> list[int]:
-        """The sizes of all parts by batch and device."""
-        return [size for *_, size in sorted(self.parts, key=lambda part: part[:3])]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.parts.append((self.current_epoch, batch_idx, str(batch.device), len(batch)))
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.loss(batch))
-
-
-def loader(batches: int = 12, size: int = 32) -> DataLoader[Any]:
-    return DataLoader([torch.randn(size, 2) for _ in range(batches)], batch_size=None)
-
-
-def trainer(strategy: Any, devices: int = 2, **options: Any) -> Trainer:
-    run = {"precision": "32-true", "limit_val_batches": 0, **options}
-    return quiet(strategy=strategy, devices=["cpu"] * devices, **run)
-
-
-def fit(strategy: Any, data: Any = None, devices: int = 2, **options: Any) -> Module:
-    module = Module()
-    trainer(strategy, devices, **options).fit(module, data or loader(), data or loader())
-    return module
-
-
 # By hand
 
 
@@ -65,17 +27,17 @@ def fit(strategy: Any, data: Any = None, devices: int = 2, **options: Any) -> Mo
     ("shares", "sizes"),
     [([1, 3], [8, 24]), ([0.5, 0.5], [16, 16]), ([0, 1], [32]), ((2, 1), [21, 11]), ([3, 0], [32])],
 )
-def test_shares(shares: Any, sizes: list[int]) -> None:
+def test_given_shares_cut_batches(shares: Any, sizes: list[int]) -> None:
     assert fit(BalancedDataParallelStrategy(shares=shares), loader(1)).sizes == sizes
 
 
-def test_the_name_alone_measures() -> None:
+def test_the_name_of_the_strategy_alone_measures_shares() -> None:
     run = trainer("balanced")
     assert run.connected_strategy.measures
     assert run.connected_strategy.shares is None
 
 
-def test_the_first_device() -> None:
+def test_first_device_batch_size_cuts_batches() -> None:
     strategy = BalancedDataParallelStrategy(first_device_batch_size=4)
     assert fit(strategy, loader(1, 16), 3).sizes == [4, 6, 6]
     with pytest.warns(UserWarning, match=r"first_device_batch_size=4 is too much for a batch of 8.*into \[3, 3, 2\]"):
@@ -100,7 +62,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "devices", "message"), BAD)
-def test_refused(arguments: dict[str, Any], devices: int, message: str) -> None:
+def test_arguments_are_checked(arguments: dict[str, Any], devices: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         trainer(BalancedDataParallelStrategy(**arguments), devices)
 
@@ -121,7 +83,7 @@ def measured(*simulated: SimulatedDevice, **options: Any) -> BalancedDataParalle
     return BalancedDataParallelStrategy(shares="auto", simulated=dict(enumerate(simulated)), **options)
 
 
-def test_a_device_three_times_slower(caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_shares_give_a_slow_device_less(caplog: pytest.LogCaptureFixture) -> None:
     strategy = measured(FAST, SLOW)
     with caplog.at_level("INFO"):
         module = fit(strategy)
@@ -140,13 +102,13 @@ def test_a_part_that_is_too_large_runs_out_of_memory() -> None:
     assert caught.value.__notes__ == [f"This was part 2 of 2 of the batch, on {strategy.devices[1]}."]
 
 
-def test_small_batches_are_not_measured() -> None:
+def test_small_batches_are_cut_evenly_and_not_measured() -> None:
     strategy = measured(FAST, SLOW)
     assert fit(strategy, loader(12, 7)).sizes[:2] == [4, 3]
     assert strategy.shares is None
 
 
-def test_measured_with_the_forward_alone() -> None:
+def test_shares_are_measured_with_the_forward_alone() -> None:
     class Forward(Module):
         def forward(self, batch: Any) -> Any:
             return self.layer(batch)
@@ -160,7 +122,7 @@ def test_measured_with_the_forward_alone() -> None:
     assert strategy.sizes(32) == [24, 8]
 
 
-def test_measured_again() -> None:
+def test_shares_are_measured_again_when_asked() -> None:
     strategy = measured(FAST, SLOW)
     run = trainer(strategy)
     run.fit(Module(), loader(), loader())

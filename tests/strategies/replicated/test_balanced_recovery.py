@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from equipoise import BalancedDataParallelStrategy, Callback, OOMRecovery, SimulatedDevice, Trainer
-from tests.strategies.replicated.test_balanced import Module, loader
-from tests.strategies.replicated.test_balanced import trainer as balanced_trainer
-from tests.support.batches import Batches
+from equipoise import BalancedDataParallelStrategy, Callback, OOMRecovery, SimulatedDevice
+from tests.strategies.replicated.sized_parts import Module, loader, trainer
 from tests.support.networks.transparency import Base, Masked, Mlp
-from tests.support.one_device import Gradients, assert_same_run
+from tests.support.one_device import assert_same_run, on_one_device, train
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -32,17 +30,13 @@ def limited(most: int, index: int = 1, **options: Any) -> BalancedDataParallelSt
     return BalancedDataParallelStrategy(simulated={index: SimulatedDevice(most_samples=most)}, **options)
 
 
-def trainer(strategy: Any, devices: int = 2, callbacks: Any = (), **options: Any) -> Trainer:
-    return balanced_trainer(strategy, devices, callbacks=list(callbacks), **options)
-
-
 def fit(strategy: Any, batches: int = 12, devices: int = 2) -> tuple[Module, OOMRecovery]:
     module, recovery = Module(), OOMRecovery(grow_after=1)
-    trainer(strategy, devices, [recovery]).fit(module, loader(batches), loader())
+    trainer(strategy, devices, callbacks=[recovery]).fit(module, loader(batches), loader())
     return module, recovery
 
 
-def test_the_share_shrinks_until_batches_fit() -> None:
+def test_the_share_of_a_device_shrinks_until_batches_fit() -> None:
     """Of 32 samples the second device holds 10: 16, 14 and 12 are too many, 9 fit."""
     strategy = limited(10, shares=[1, 1])
     with pytest.warns(
@@ -55,32 +49,23 @@ def test_the_share_shrinks_until_batches_fit() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_the_device_that_failed_is_known(index: int) -> None:
+def test_the_device_that_ran_out_of_memory_is_known(index: int) -> None:
     """Also where all devices have the same name."""
     strategy = limited(9, index, shares=[4, 4, 4])
     fit(strategy, 1, 3)
     assert strategy.shares == [3 if each == index else 4 for each in range(3)]
 
 
-@pytest.mark.parametrize("make", [Mlp, Masked])
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("make", "window"), [(Mlp, 3), (Masked, 1)])
 def test_gradients_are_those_of_one_device(make: type[Base], window: int) -> None:
-    runs = []
-    for strategy, devices in (("single_device", 1), (limited(2, shares=[1, 2, 1]), 3)):
-        torch.manual_seed(7)
-        module, gradients = make(), Gradients()
-        run = trainer(
-            strategy, devices, [gradients, OOMRecovery(grow_after=1)], max_epochs=3, accumulate_grad_batches=window,
-            precision="64-true",
-        )  # fmt: skip
-        run.fit(module, DataLoader(Batches([11, 11, 7, 11, 3]), batch_size=None))
-        runs.append((module, gradients.seen, run))
-    assert_same_run(*runs)
+    strategy, options = limited(2, shares=[1, 2, 1]), {"max_epochs": 3, "accumulate_grad_batches": window}
+    many = train(make, strategy, 3, callbacks=[OOMRecovery(grow_after=1)], **options)
+    assert_same_run(on_one_device(make, **options), many)
     assert strategy.shares is not None
     assert strategy.shares[1] < 2
 
 
-def test_given_sizes_are_replaced() -> None:
+def test_a_given_size_of_the_first_device_is_replaced() -> None:
     strategy = BalancedDataParallelStrategy(first_device_batch_size=8, simulated={0: SimulatedDevice(most_samples=7)})
     module, recovery = fit(strategy)
     assert strategy.shares == [6, 24]
@@ -89,9 +74,7 @@ def test_given_sizes_are_replaced() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The loss is inf")
-def test_while_measuring() -> None:
-    """A size that did not fit on a device limits the measurement, and the shares."""
-
+def test_a_size_that_did_not_fit_limits_the_measurement() -> None:
     class Late(Module):
         """Its second part does not fit if it is larger than 10."""
 
