@@ -35,6 +35,22 @@ def test_the_step_runs_once_and_forward_in_parts() -> None:
     assert sizes == [4, 3, 4, 3, 3, 2, 1, 1]
 
 
+class CountsItsSamples(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.total += len(features)
+        return super().forward(features)
+
+
+@pytest.mark.parametrize(("shares", "kept"), [([1, 2], 2 + 2 + 2 + 2), ([0, 2, 1], 5 + 5 + 3 + 4)])
+def test_the_first_replica_with_samples_keeps_buffers(shares: list[int], kept: int) -> None:
+    of = BalancedDataParallelStrategy(shares=shares, parallelize="forward"), len(shares)
+    assert fitted(CountsItsSamples, of, (7, 7, 5, 6), max_epochs=1).total == kept
+
+
 # Losses of the forward, one for each part
 
 
