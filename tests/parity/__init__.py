@@ -3,7 +3,6 @@
     harness.py      a case, how it is run on both sides, and the test made of cases
     recording.py    writes down every hook with its arguments and the state of the run
     outputs.py      reads the folder a run leaves behind
-    comparison.py   names what differs
     resumption.py   stops a run at a checkpoint and continues with either trainer
     modules.py, data.py   the networks and loaders that most cases use
 
@@ -15,7 +14,7 @@ Where Equipoise differs on purpose, it is held against what it should be instead
 - A short or uneven accumulation window, or one with a batch that returned None, has the gradient of its union
   (`tests/trainer/optimization/test_accumulation.py`).
 - A run resumed from one of its own checkpoints continues exactly: within an epoch with any loader, with every
-  generator, with the epoch's sums and with schedulers that watch a value (`test_resume.py`, `test_checkpoints.py`).
+  generator, with the epoch's sums and with schedulers that watch a value (`resuming`).
 - Contradictory arguments are refused before training, by an error of its own (`refuses`).
-- An interrupt by the keyboard is handed on as such; Lightning exits the process (`test_stopping.py`).
+- An interrupt by the keyboard is handed on as such; Lightning exits the process (`runs/test_stopping.py`).
 """

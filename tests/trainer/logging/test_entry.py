@@ -1,4 +1,4 @@
-"""One logged name: what is synchronised, and dtypes; `tests/parity/test_logging.py` compares values."""
+"""One logged name: what is synchronised, and dtypes; `tests/parity/logs/test_logging.py` compares values."""
 
 from typing import Any
 

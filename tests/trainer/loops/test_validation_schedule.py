@@ -1,4 +1,4 @@
-"""Validation by the clock; `tests/parity/test_validation.py` compares all other intervals with Lightning's."""
+"""Validation by the clock; `tests/parity/runs/test_validation.py` compares all other intervals with Lightning's."""
 
 from datetime import timedelta
 from types import SimpleNamespace

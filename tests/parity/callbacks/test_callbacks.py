@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     DeviceStatsMonitor,
     EMAWeightAveraging,
-    LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
@@ -26,10 +25,10 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from . import data
-from .data import FEATURES
-from .harness import Case, Record, columns, parity
-from .modules import Classifier, with_optimizers
+from .. import data
+from ..data import FEATURES
+from ..harness import Case, Record, columns, parity
+from ..modules import Classifier, with_optimizers
 
 
 def normed() -> Classifier:
@@ -99,16 +98,6 @@ class Stateful(Callback):
         checkpoint["from_callback"] = torch.tensor(self.batches)
 
 
-def prints() -> list[Any]:
-    calls = []
-    return [
-        LambdaCallback(
-            on_train_batch_start=lambda trainer, module, batch, batch_idx: calls.append(batch_idx),
-            on_train_epoch_end=lambda trainer, module: module.log("calls", float(len(calls))),
-        )
-    ]
-
-
 def averaging(**options: Any) -> Any:
     return lambda: [StochasticWeightAveraging(**options)]
 
@@ -171,8 +160,6 @@ CASES = [
         proves=lambda r: len(r["optimizers"][0]["param_groups"]) == 2,
     ),
     Case(name="pruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.3)]),
-    Case(name="lambda", callbacks=prints, proves=lambda r: "calls" in columns(r)),
-    Case(name="stateful", callbacks=lambda: [Stateful()]),
     Case(
         name="rich-summary", callbacks=lambda: [RichModelSummary(max_depth=2)], options={"enable_model_summary": True}
     ),

@@ -96,7 +96,7 @@ def fit_in_several_processes() -> None:
 def test_lightnings_bar_in_several_processes() -> None:
     """The main process shows it; what is on the terminal does not come back to the program."""
     # In a program of its own: the output of workers is that of the server which an earlier test may have started.
-    script = "from tests.parity.test_progress_bars import fit_in_several_processes as fit; fit()"
+    script = "from tests.parity.logs.test_progress_bars import fit_in_several_processes as fit; fit()"
     program = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     assert "mine" in program.stdout
     assert "2/2" in program.stdout

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from . import data
-from .data import CLASSES, FEATURES
-from .harness import Case, parity
-from .modules import Classifier
+from .. import data
+from ..data import CLASSES, FEATURES
+from ..harness import Case, parity
+from ..modules import Classifier
 
 
 class DataModule(L.LightningDataModule):

@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Learn
 
 from tests.support.equality import assert_equal
 
-from . import data
-from .harness import Record
-from .modules import with_optimizers
-from .resumption import (
+from .. import data
+from ..harness import Record
+from ..modules import with_optimizers
+from ..resumption import (
     FINAL,
     TRAINERS,
     WHOLE,
@@ -144,8 +144,8 @@ class Runs:
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("plan", SCENARIOS, ids=str)
-def test_resumed_run(plan: Scenario, tmp_path: Path) -> None:
-    """It equals an uninterrupted one, and is Lightning's in hooks, tables, metrics and the counters of the loops."""
+def test_a_resumed_run_equals_an_uninterrupted_one_and_lightnings(plan: Scenario, tmp_path: Path) -> None:
+    """In hooks, tables, metrics and the counters of the loops."""
     runs = Runs(plan, tmp_path)
     expected = runs.resumed("lightning", "lightning", watched=True)
     title = f"{plan}, saved by equipoise"

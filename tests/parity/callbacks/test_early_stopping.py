@@ -6,9 +6,9 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 
 from equipoise import ConfigurationError
 
-from . import data
-from .harness import Case, parity
-from .modules import Classifier
+from .. import data
+from ..harness import Case, parity
+from ..modules import Classifier
 
 
 class Scripted(Classifier):

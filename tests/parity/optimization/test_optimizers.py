@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
 
-from .harness import Case, Record, parity
-from .modules import Classifier, with_optimizers
+from ..harness import Case, Record, parity
+from ..modules import Classifier, with_optimizers
 
 
 def parameter_groups(module: Any) -> Any:

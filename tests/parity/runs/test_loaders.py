@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from equipoise import ConfigurationError
 
-from . import data
-from .harness import Case, Record, parity
-from .modules import Classifier, with_optimizers
+from .. import data
+from ..harness import Case, Record, parity
+from ..modules import Classifier, with_optimizers
 
 
 class Dropping(Classifier):
@@ -161,14 +161,10 @@ CASES = [
     ),
     Case(name="cycled-combined", module=OverMapping, data=lambda: data.combined("max_size_cycle")),
     Case(name="shuffled-by-its-own-generator", data=generator_of_its_own),
-    Case(name="shuffled-with-dropout", module=Dropping, data=data.shuffled, options={"val_check_interval": 2}),
     Case(
         name="one-worker", module=Dropping, data=noisy(num_workers=1), options={"num_sanity_val_steps": 1}, watch=False
     ),
     Case(name="own-samplers", module=Dropping, data=own_samplers),
-    Case(name="last-batch-dropped", data=lambda: {"train_dataloaders": data.loader(3, odd=2, drop_last=True)}),
-    Case(name="last-batch-short", data=lambda: data.sized(4, 2, odd=1)),
-    Case(name="unsized", data=data.unsized, options={"max_epochs": 3}),
     Case(
         name="unsized-and-empty-in-the-second-epoch",
         module=with_optimizers(with_scheduler),
@@ -195,7 +191,6 @@ CASES = [
     ),
     Case(name="limit-zero", options={"limit_train_batches": 0}, proves=lambda r: r["counters"]["global_step"] == 0),
     Case(name="overfit-fraction", data=data.sized, options={"overfit_batches": 0.5}, proves=lambda r: batches(r) == 3),
-    Case(name="fast-dev-run", options={"fast_dev_run": True}, proves=lambda r: r["counters"]["global_step"] == 1),
     Case(name="fast-dev-run-of-three", options={"fast_dev_run": 3}, proves=lambda r: r["counters"]["global_step"] == 3),
     Case(
         name="module-makes-loaders",
@@ -204,14 +199,6 @@ CASES = [
         observe=made,
         options={"max_epochs": 3},
         proves=lambda r: r["observed"] == [("val", 0), ("train", 0)],
-    ),
-    Case(
-        name="reloaded-every-epoch",
-        module=Reloads,
-        data=dict,
-        observe=made,
-        options={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
-        proves=lambda r: ("train", 2) in r["observed"] and ("val", 2) in r["observed"],
     ),
     Case(
         name="reloaded-every-second-epoch",

@@ -6,17 +6,15 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
-    LinearLR,
     ReduceLROnPlateau,
-    SequentialLR,
     StepLR,
 )
 
 from equipoise import ConfigurationError
 
-from . import data
-from .harness import Case, Record, parity
-from .modules import Classifier, with_optimizers
+from .. import data
+from ..harness import Case, Record, parity
+from ..modules import Classifier, with_optimizers
 
 
 def schedule(make: Callable[[SGD], Any], base: type[Any] = Classifier, **config: Any) -> Callable[[], Any]:
@@ -55,10 +53,6 @@ class LogsLate(Classifier):
     def on_train_epoch_end(self) -> None:
         if self.current_epoch >= 1:
             self.log("late", 1.0)
-
-
-def sequence(optimizer: SGD) -> SequentialLR:
-    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=4), halve(optimizer)], milestones=[4])
 
 
 def two_schedulers(module: Any) -> Any:
@@ -113,14 +107,12 @@ CASES = [
         module=schedule(plateau, SteppedWithMetric, monitor="val_loss"),
         options={"max_epochs": 3},
     ),
-    Case(name="sequence", module=schedule(sequence, interval="step")),
     Case(name="two-schedulers", module=with_optimizers(two_schedulers), options={"max_epochs": 3}),
     Case(
         name="by-step-with-max-steps",
         module=schedule(halve, interval="step"),
         options={"max_epochs": -1, "max_steps": 8},
     ),
-    Case(name="by-epoch-with-max-steps", module=schedule(halve), options={"max_epochs": -1, "max_steps": 8}),
     Case(name="by-epoch-without-length", module=schedule(halve), data=data.unsized, proves=lambda r: rate(r) == 0.025),
 ]
 

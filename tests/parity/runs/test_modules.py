@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from .data import CLASSES
-from .harness import Case, parity
-from .modules import Classifier, network
+from ..data import CLASSES
+from ..harness import Case, parity
+from ..modules import Classifier, network
 
 
 class Inner(L.LightningModule):

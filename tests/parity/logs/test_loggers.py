@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from .data import FEATURES
-from .harness import Case, parity
-from .modules import Classifier
-from .resumption import StatefulData
+from ..data import FEATURES
+from ..harness import Case, parity
+from ..modules import Classifier
+from ..resumption import StatefulData
 
 
 class WithExample(Classifier):

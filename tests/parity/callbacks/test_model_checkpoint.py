@@ -6,9 +6,9 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from . import data
-from .harness import Case, Record, parity
-from .modules import Classifier
+from .. import data
+from ..harness import Case, Record, parity
+from ..modules import Classifier
 
 
 class Waves(Classifier):
@@ -121,7 +121,6 @@ CASES = [
         "on-validation-end", saving(monitor="wave", save_on_train_epoch_end=False, save_top_k=-1), val_check_interval=1
     ),
     case("with-validation-inside-epochs", saving(monitor="val_loss", save_top_k=3), val_check_interval=2),
-    case("weights-only", saving(monitor="wave", save_weights_only=True)),
     case("by-time-at-every-step", saving(train_time_interval=timedelta(0), save_top_k=-1)),
     case("several", several),
     case("own-contents", saving(monitor="wave"), OwnContents),

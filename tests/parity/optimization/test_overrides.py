@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from .harness import Case, parity
-from .modules import Classifier
+from ..harness import Case, parity
+from ..modules import Classifier
 
 
 class CallsSuper(Classifier):

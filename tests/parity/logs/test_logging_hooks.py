@@ -6,8 +6,8 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .harness import Case, columns, parity
-from .modules import Classifier
+from ..harness import Case, columns, parity
+from ..modules import Classifier
 
 BY_STEP = (
     "on_train_batch_start",

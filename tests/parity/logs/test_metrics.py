@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
-from . import data
-from .data import CLASSES
-from .harness import Case, columns, parity
-from .modules import Classifier
+from .. import data
+from ..data import CLASSES
+from ..harness import Case, columns, parity
+from ..modules import Classifier
 
 
 class WithMetric(Classifier):
@@ -36,16 +36,6 @@ class WithMetric(Classifier):
 
 class ByStepAndEpoch(WithMetric):
     flags = {"on_step": True, "on_epoch": True, "prog_bar": True}
-
-
-class Updated(WithMetric):
-    """Updates without computing batch values."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features, labels = batch
-        self.train_accuracy.update(self(features), labels)
-        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
-        return self.loss(batch)
 
 
 class LogsAtEpochEnd(WithMetric):
@@ -143,14 +133,12 @@ class LossFromMetric(WithMetric):
 
 
 CASES = [
-    Case(name="defaults", module=WithMetric, proves=lambda r: {"train_accuracy", "val_accuracy"} <= columns(r)),
     Case(
         name="by-step-and-epoch",
         module=ByStepAndEpoch,
         data=data.odd,
         proves=lambda r: "val_accuracy_epoch" in columns(r),
     ),
-    Case(name="updated-only", module=Updated, data=data.odd),
     Case(name="at-epoch-end", module=LogsAtEpochEnd, data=data.odd),
     Case(
         name="collections",

@@ -9,9 +9,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from . import data
-from .harness import Case, columns, parity
-from .modules import Classifier
+from .. import data
+from ..harness import Case, columns, parity
+from ..modules import Classifier
 
 Log = Callable[[Any, Tensor, int], Any]
 

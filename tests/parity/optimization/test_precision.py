@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam
 
-from . import data
-from .harness import Case, column, parity
-from .modules import Classifier, with_optimizers
+from .. import data
+from ..harness import Case, column, parity
+from ..modules import Classifier, with_optimizers
 
 
 class Reports(Classifier):
