@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from equipoise import MemoryLogger, NoGradEvaluation, OOMRecovery, RunReport, Trainer
 from equipoise.memory.devices import PeakMeter, list_devices, read_memory, reset_peak
 from equipoise.memory.profile.ledger import Ledger
-from tests.callbacks.evaluation.test_no_grad_evaluation import assert_same, trained
 from tests.extensions.pipeline.planning.measured_weights import Assertive, Mixing, check_weights
 from tests.gpu.runs import GPU, Classifier, fit
 from tests.memory.profile.test_ledger import held_before, mlp, optimizer_of, watched_step
+from tests.support.equality import assert_equal
+from tests.support.fits_with_evaluations import trained
 
 MIB = 2**20
 
@@ -142,7 +143,7 @@ def test_evaluations_are_bounded_and_change_nothing(tmp_path: Path) -> None:
     options = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "accumulate_grad_batches": 2}
     alone, _ = trained(Trainer, None, tmp_path, **options)
     with_it, evaluation = trained(Trainer, False, tmp_path, **options)
-    assert_same(alone, with_it)
+    assert_equal(alone, with_it)
     assert all(out[0].device.type == "cpu" for out in evaluation.outputs)
     module = nn.Linear(256, MIB // 4, bias=False, device="cuda")  # an output of 4 rows is 4 MiB
     NoGradEvaluation([torch.ones(4, 256)], collect=True).run(module)  # the workspace of cuBLAS stays

@@ -1,167 +1,47 @@
 """Evaluations that leave no trace in training: bitwise, exact, without a graph."""
 
 import csv
-import random
 import weakref
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassConfusionMatrix
 
 from equipoise import ConfigurationError, NoGradEvaluation, StepError, Trainer
+from tests.support.equality import assert_equal
+from tests.support.fits_with_evaluations import Plain, accuracy, made, rows, samples, trained
 from tests.support.trainer_runs import trainer as quiet
 
-
-class Wild(L.LightningModule):
-    """Draws from every generator in forward, in training and in evaluation; keeps a hidden state and statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
-        self.frozen = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-        self.register_buffer("calls", torch.zeros(()))
-        self.generator = torch.Generator().manual_seed(3)
-        self.own = numpy.random.default_rng(4)
-        self.hidden: Tensor | None = None
-        self.losses: list[float] = []
-
-    def on_train_epoch_start(self) -> None:
-        self.frozen.eval()
-
-    def forward(self, features: Tensor) -> Tensor:
-        noise = random.random() + numpy.random.rand() + float(torch.rand((), generator=self.generator))
-        noise += float(self.own.random()) + float(torch.rand(()))
-        self.calls += 1
-        self.hidden = features.detach().mean() + (0 if self.hidden is None else 0.5 * self.hidden)
-        output = self.net(features)
-        return output + self.frozen(output) + 1e-2 * noise + 1e-3 * self.calls + 1e-2 * self.hidden
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self(batch[0]).float(), batch[1])
-        self.losses.append(float(loss.detach()))
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
+both_trainers = pytest.mark.parametrize("kind", [Trainer, L.Trainer])
 
 
-class Noisy(Dataset[Any]):
-    """Samples with noise that a generator of the data's own draws, as augmentation does."""
-
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(11)
-        self.features, self.labels = torch.randn(count, 4, generator=generator), torch.arange(count) % 3
-        self.generator = numpy.random.default_rng(8)
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.features[index] + 0.01 * float(self.generator.random()), self.labels[index]
-
-
-def samples(count: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(count)
-    return TensorDataset(torch.randn(count, 4, generator=generator), torch.arange(count) % 3)
-
-
-def accuracy() -> MetricCollection:
-    return MetricCollection([MulticlassAccuracy(3), MulticlassConfusionMatrix(3)])
-
-
-def trained(
-    kind: type[Any], inference_mode: bool | None, folder: Path, workers: int = 0, size: int = 4, **options: Any
-) -> Any:
-    """Everything that training leaves behind, with evaluations in its midst or, if None, without."""
-    torch.manual_seed(1)
-    random.seed(2)
-    numpy.random.seed(3)
-    module, data = Wild(), Noisy(24)
-    shared = torch.Generator().manual_seed(5)  # of both loaders
-    more: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-    loader = DataLoader(data, batch_size=size, shuffle=True, generator=shared)
-    other = DataLoader(data, batch_size=5, shuffle=True, generator=shared, **more)
-    evaluation = NoGradEvaluation(
-        other,
-        accuracy(),
-        every_n_steps=2,
-        every_n_epochs=1,
-        at_end=True,
-        collect=True,
-        inference_mode=bool(inference_mode),
-    )
-    trainer = quiet(
-        kind,
-        logger=CSVLogger(folder, name=f"{kind.__module__}-{inference_mode}"),
-        log_every_n_steps=1,
-        max_epochs=3,
-        callbacks=[] if inference_mode is None else [evaluation],
-        **options,
-    )
-    trainer.fit(module, loader)
-    state = {
-        "weights": module.state_dict(),
-        "optimizer": trainer.optimizers[0].state_dict()["state"],
-        "losses": module.losses,
-        "hidden": module.hidden,
-        "modes": [part.training for part in module.modules()],
-        "drawn": (torch.rand(3), random.random(), numpy.random.rand(), torch.rand(2, generator=shared)),
-        "own": (module.own.random(), data.generator.random(), torch.rand(2, generator=module.generator)),
-        "logs": [row for row in rows(trainer) if row.get("loss_step") or row.get("loss_epoch")],
-    }
-    return state, evaluation
-
-
-def rows(trainer: Any) -> list[dict[str, str]]:
-    with open(Path(trainer.logger.log_dir, "metrics.csv")) as file:
-        found = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return [row for row in found if not any(name.startswith("eval/") for name in row)]
-
-
-def assert_same(one: Any, other: Any, path: str = "") -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other), path
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), path
-        for key in one:
-            assert_same(one[key], other[key], f"{path}[{key!r}]")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), path
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{path}[{index}]")
-    else:
-        assert one == other, path
-
-
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "inference_mode", "options"),
     [
-        (Trainer, {}),
-        (Trainer, {"accumulate_grad_batches": 2}),
-        (Trainer, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
-        (Trainer, {"strategy": "dp", "devices": ["cpu", "cpu"]}),
-        (L.Trainer, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        (Trainer, True, {}),
+        (Trainer, False, {"workers": 2}),
+        (Trainer, False, {"strategy": "dp", "devices": ["cpu", "cpu"]}),
+        (Trainer, True, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        (L.Trainer, False, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        (Trainer, False, {"accumulate_grad_batches": 2}),
+        (L.Trainer, True, {}),
     ],
-    ids=["plain", "accumulated", "mixed", "dp", "Lightning"],
 )
-@pytest.mark.parametrize("inference_mode", [False, True])
 def test_training_goes_on_as_if_nothing_had_happened(
-    kind: type[Any], options: dict[str, Any], inference_mode: bool, tmp_path: Path
+    kind: type[Any], inference_mode: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
     alone, _ = trained(kind, None, tmp_path, **options)
     with_it, evaluation = trained(kind, inference_mode, tmp_path, **options)
-    assert_same(alone, with_it)
+    assert_equal(alone, with_it)
     per_epoch = 3 if "accumulate_grad_batches" in options else 6
     assert [result.step for result in evaluation.results] == sorted(
         {step for step in range(1, 3 * per_epoch + 1) if step % 2 == 0 or step % per_epoch == 0}
@@ -169,42 +49,31 @@ def test_training_goes_on_as_if_nothing_had_happened(
     assert all(result.batches == 5 for result in evaluation.results)
 
 
-def test_with_worker_processes(tmp_path: Path) -> None:
-    alone, _ = trained(Trainer, None, tmp_path)
-    with_it, evaluation = trained(Trainer, False, tmp_path, workers=2)
-    assert_same(alone, with_it)
-    assert len(evaluation.results) == 9
+def batches(count: int, size: int) -> DataLoader[Any]:
+    return DataLoader(samples(count), batch_size=size)
 
 
-class Recording(L.LightningModule):
-    """Notes the batches it was trained on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.batches = nn.Linear(4, 3), []
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.net(features)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.batches.append(batch[0].clone())
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def held_out() -> DataLoader[Any]:
+    """Four batches that training does not read."""
+    return batches(20, 5)
 
 
-def recorded(kind: type[Any], loader: Any, evaluations: list[Any], epochs: int = 2) -> Any:
-    """Return what training read, and the weights at its end."""
-    torch.manual_seed(3)
-    module = Recording()
-    quiet(kind, max_epochs=epochs, callbacks=evaluations).fit(module, loader)
+def fit(*evaluations: NoGradEvaluation, module: Plain | None = None, kind: type[Any] = Trainer, **options: Any) -> Any:
+    """Train on three batches."""
+    run = quiet(kind, callbacks=list(evaluations), **options)
+    run.fit(module or made(), batches(12, 4))
+    return run
+
+
+def recorded(kind: type[Any], loader: Any, evaluations: list[Any]) -> Any:
+    """Return what training read in two epochs, and the weights at its end."""
+    module = made()
+    quiet(kind, max_epochs=2, callbacks=evaluations).fit(module, loader)
     return module.batches, module.state_dict()
 
 
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
-def test_the_training_loader_with_persistent_workers(kind: type[Any], limit: int | None) -> None:
+@pytest.mark.parametrize(("kind", "limit"), [(Trainer, 2), (L.Trainer, None)])
+def test_the_training_loader_with_persistent_workers_can_be_evaluated(kind: type[Any], limit: int | None) -> None:
     """Such a loader has one iterator, which is in use."""
 
     def loader() -> Any:
@@ -214,7 +83,7 @@ def test_the_training_loader_with_persistent_workers(kind: type[Any], limit: int
 
     alone, shared = recorded(kind, loader(), []), loader()
     evaluation = NoGradEvaluation(shared, accuracy(), every_n_steps=3, limit_batches=limit)
-    assert_same(alone, recorded(kind, shared, [evaluation]))
+    assert_equal(alone, recorded(kind, shared, [evaluation]))
     assert len(alone[0]) == 16
     assert [(result.step, result.batches) for result in evaluation.results] == [
         (step, limit or 8) for step in range(3, 16, 3)
@@ -235,8 +104,8 @@ class Counting:
         return self.count
 
 
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
-def test_a_sampler_that_counts_for_itself(kind: type[Any]) -> None:
+@both_trainers
+def test_a_sampler_that_counts_its_epochs_counts_those_of_training(kind: type[Any]) -> None:
     def loaders() -> Any:
         sampler = Counting(12)
         return [DataLoader(samples(12), batch_size=size, sampler=sampler) for size in (4, 5)]
@@ -245,12 +114,12 @@ def test_a_sampler_that_counts_for_itself(kind: type[Any]) -> None:
     evaluations = [
         NoGradEvaluation(each, accuracy(), name=name, every_n_steps=2) for name, each in (("a", loader), ("b", other))
     ]
-    assert_same(alone, recorded(kind, loader, evaluations))
+    assert_equal(alone, recorded(kind, loader, evaluations))
     assert loader.sampler.epoch == 2
     assert [result.batches for evaluation in evaluations for result in evaluation.results] == [3] * 6
 
 
-class Logging(Recording):
+class Logging(Plain):
     """Logs in forward."""
 
     def forward(self, features: Tensor) -> Tensor:
@@ -259,18 +128,20 @@ class Logging(Recording):
         self.log_dict({"least": output.min(), "most": output.max()}, on_step=False, on_epoch=True)
         return output
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+
+@both_trainers
 def test_what_forward_logs_is_that_of_training(kind: type[Any], tmp_path: Path) -> None:
     def run(folder: Path, *evaluations: Any) -> Any:
         torch.manual_seed(3)
-        logger = CSVLogger(folder)
-        trainer = quiet(kind, logger=logger, log_every_n_steps=1, max_epochs=2, callbacks=list(evaluations))
-        trainer.fit(module := Logging(), DataLoader(samples(12), batch_size=4))
+        options = {"logger": CSVLogger(folder), "log_every_n_steps": 1, "max_epochs": 2}
+        trainer = fit(*evaluations, module=(module := Logging()), kind=kind, **options)
         assert module.log.__name__ == "log"
         return rows(trainer)
 
-    evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy(), every_n_steps=2)
+    evaluation = NoGradEvaluation(held_out(), accuracy(), every_n_steps=2)
     alone = run(tmp_path / "alone")
     assert {"mean_step", "mean_epoch", "least", "most"} <= {name for row in alone for name in row}
     assert alone == run(tmp_path / "with", evaluation)
@@ -278,30 +149,6 @@ def test_what_forward_logs_is_that_of_training(kind: type[Any], tmp_path: Path) 
 
 
 # Values
-
-
-class Plain(L.LightningModule):
-    """A classifier that says in which mode it was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3))
-        self.called: list[tuple[bool, bool, bool]] = []
-
-    def forward(self, features: Tensor) -> Tensor:
-        self.called.append((self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-        return self.net(features)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def made() -> Plain:
-    torch.manual_seed(7)
-    return Plain()
 
 
 def by_hand(module: Plain, data: TensorDataset) -> tuple[Tensor, Tensor]:
@@ -313,15 +160,13 @@ def by_hand(module: Plain, data: TensorDataset) -> tuple[Tensor, Tensor]:
     return predictions, labels
 
 
-@pytest.mark.parametrize("inference_mode", [False, True])
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+@pytest.mark.parametrize(("kind", "inference_mode"), [(Trainer, True), (L.Trainer, False)])
 def test_values_are_those_of_all_data_at_once(kind: type[Any], inference_mode: bool, tmp_path: Path) -> None:
     module, data = made(), samples(23)
     evaluation = NoGradEvaluation(
         DataLoader(data, batch_size=5), accuracy(), name="held out", at_end=True, inference_mode=inference_mode
     )
-    trainer = quiet(kind, logger=CSVLogger(tmp_path), max_epochs=2, callbacks=[evaluation])
-    trainer.fit(module, DataLoader(samples(12), batch_size=4))
+    trainer = fit(evaluation, module=module, kind=kind, logger=CSVLogger(tmp_path), max_epochs=2)
     (result,) = evaluation.results
     predictions, labels = by_hand(module, data)
     confusion = MulticlassConfusionMatrix(3)(predictions, labels)
@@ -331,22 +176,18 @@ def test_values_are_those_of_all_data_at_once(kind: type[Any], inference_mode: b
     assert (result.step, result.batches, module.called) == (6, 5, [(False, False, inference_mode)] * 5)
     assert result.memory >= 0
     assert result.seconds > 0
-    (row,) = read(trainer)
+    with open(Path(trainer.logger.log_dir, "metrics.csv")) as file:
+        (row,) = [row for row in csv.DictReader(file) if any(v and "/memory" in name for name, v in row.items())]
     assert (int(row["step"]), int(row["epoch"])) == (6, result.epoch)
     assert float(row["held out/MulticlassAccuracy"]) == pytest.approx(result.values["MulticlassAccuracy"], rel=1e-6)
     assert float(row["held out/memory_MiB"]) == result.memory / 2**20
     assert "held out/MulticlassConfusionMatrix" not in row
 
 
-def read(trainer: Any) -> list[dict[str, str]]:
-    with open(Path(trainer.logger.log_dir, "metrics.csv")) as file:
-        return [row for row in csv.DictReader(file) if any(v and "/memory" in name for name, v in row.items())]
-
-
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
-def test_callbacks_can_monitor_them(kind: type[Any], tmp_path: Path) -> None:
+@both_trainers
+def test_callbacks_can_monitor_values(kind: type[Any], tmp_path: Path) -> None:
     """Of steps and of epochs; what they see is the latest value."""
-    module, data = made(), DataLoader(samples(23), batch_size=5)
+    module, data = made(), batches(23, 5)
     steps = NoGradEvaluation(data, MulticlassAccuracy(3), name="steps", every_n_steps=2)
     epochs = NoGradEvaluation(data, MetricCollection({"acc": MulticlassAccuracy(3)}), name="epochs", every_n_epochs=2)
     best = ModelCheckpoint(tmp_path / "best", monitor="epochs/acc", mode="max", every_n_epochs=2, save_top_k=-1)
@@ -354,7 +195,7 @@ def test_callbacks_can_monitor_them(kind: type[Any], tmp_path: Path) -> None:
     stop = EarlyStopping("epochs/acc", mode="max", stopping_threshold=0.0, check_on_train_epoch_end=True, strict=False)
     callbacks = [steps, epochs, stop, best, often]
     trainer = quiet(kind, enable_checkpointing=True, max_epochs=4, callbacks=callbacks)
-    trainer.fit(module, DataLoader(samples(12), batch_size=4))
+    trainer.fit(module, batches(12, 4))
     assert [result.step for result in steps.results] == [2, 4, 6]  # the epochs' first evaluation ended training
     assert [(result.step, result.epoch) for result in epochs.results] == [(6, 1)]
     assert trainer.current_epoch == 2
@@ -370,10 +211,9 @@ def test_precision_is_that_of_the_trainers_own_evaluation(precision: Any, close:
     found = {}
     for kind in (Trainer, L.Trainer):
         torch.manual_seed(7)
-        module, data = Validated(), DataLoader(samples(23), batch_size=5)
+        module, data = Validated(), batches(23, 5)
         evaluation = NoGradEvaluation(data, MeanSquaredError(), forward=squared, at_end=True)
-        trainer = quiet(kind, precision=precision, max_epochs=1, callbacks=[evaluation])
-        trainer.fit(module, DataLoader(samples(12), batch_size=4))
+        trainer = fit(evaluation, module=module, kind=kind, precision=precision)
         trainer.validate(module, data, verbose=False)
         found[kind] = evaluation.results[0].values["MeanSquaredError"]
         assert found[kind] == pytest.approx(float(trainer.callback_metrics["error"]), rel=close, abs=0)
@@ -399,17 +239,17 @@ class Data(L.LightningDataModule):
     """Its batches are changed on their way by a hook."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader(samples(12), batch_size=4)
+        return batches(12, 4)
 
     def extra(self) -> Any:
-        return DataLoader(samples(20), batch_size=5)
+        return held_out()
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return (batch[0] * 2, batch[1])
 
 
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
-def test_a_method_of_the_data_module_and_its_hooks(kind: type[Any]) -> None:
+@both_trainers
+def test_a_loader_by_the_name_of_a_method_of_the_data_module_with_its_hooks(kind: type[Any]) -> None:
     evaluation = NoGradEvaluation("extra", MulticlassAccuracy(3), at_end=True, limit_batches=3, collect=True)
     module = made()
     quiet(kind, callbacks=[evaluation]).fit(module, datamodule=Data())
@@ -426,18 +266,17 @@ def test_a_function_is_called_once_in_a_run() -> None:
 
     def make() -> Any:
         calls.append(1)
-        return DataLoader(samples(20), batch_size=5)
+        return held_out()
 
     evaluation = NoGradEvaluation(make, MulticlassAccuracy(3))
-    trainer = quiet(max_epochs=3, callbacks=[evaluation])
-    trainer.fit(made(), DataLoader(samples(12), batch_size=4))
+    trainer = fit(evaluation, max_epochs=3)
     assert (len(calls), len(evaluation.results)) == (1, 3)
     trainer.fit_loop.max_epochs = 4
-    trainer.fit(made(), DataLoader(samples(12), batch_size=4))
+    trainer.fit(made(), batches(12, 4))
     assert len(calls) == 2
 
 
-def test_a_mapping_of_arguments_and_values_of_several_names() -> None:
+def test_forward_may_return_arguments_by_name_and_a_metric_several_values() -> None:
     class Both(MeanMetric):
         def compute(self) -> Any:
             return {"mean": super().compute(), "twice": 2 * super().compute()}
@@ -446,19 +285,17 @@ def test_a_mapping_of_arguments_and_values_of_several_names() -> None:
     assert evaluation.run(nn.Identity()).values == {"mean": 2.0, "twice": 4.0}
 
 
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+@both_trainers
 def test_a_trial_run_takes_few_batches(kind: type[Any]) -> None:
-    evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), MulticlassAccuracy(3), every_n_steps=1)
-    quiet(kind, logger=None, fast_dev_run=2, callbacks=[evaluation]).fit(made(), DataLoader(samples(12), batch_size=4))
+    evaluation = NoGradEvaluation(held_out(), MulticlassAccuracy(3), every_n_steps=1)
+    fit(evaluation, kind=kind, logger=None, fast_dev_run=2)
     assert [(result.step, result.batches) for result in evaluation.results] == [(1, 2), (2, 2)]
 
 
-@pytest.mark.parametrize("kind", [Trainer, L.Trainer])
+@both_trainers
 def test_optimisers_that_step_together_pass_over_multiples(kind: type[Any]) -> None:
     class Manual(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             for optimizer in self.optimizers():
@@ -468,17 +305,17 @@ def test_optimisers_that_step_together_pass_over_multiples(kind: type[Any]) -> N
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
-    evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), MulticlassAccuracy(3), every_n_steps=3)
-    quiet(kind, callbacks=[evaluation]).fit(Manual(), DataLoader(samples(24), batch_size=4))
+    evaluation = NoGradEvaluation(held_out(), MulticlassAccuracy(3), every_n_steps=3)
+    quiet(kind, callbacks=[evaluation]).fit(Manual(), batches(24, 4))
     assert [result.step for result in evaluation.results] == [4, 6, 10, 12]
 
 
 def test_a_resumed_run_has_its_history(tmp_path: Path) -> None:
     def run(epochs: int, path: Path | None = None) -> Any:
-        one = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy(), name="one", every_n_steps=2)
-        two = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy(), name="two")
+        one = NoGradEvaluation(held_out(), accuracy(), name="one", every_n_steps=2)
+        two = NoGradEvaluation(held_out(), accuracy(), name="two")
         trainer = quiet(max_epochs=epochs, callbacks=[one, two])
-        trainer.fit(made(), DataLoader(samples(12), batch_size=4), ckpt_path=path)
+        trainer.fit(made(), batches(12, 4), ckpt_path=path)
         return trainer, one.results, two.results
 
     _, *whole = run(4)
@@ -486,7 +323,7 @@ def test_a_resumed_run_has_its_history(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     _, *resumed = run(4, tmp_path / "two.ckpt")
     for one, other in zip(whole, resumed, strict=True):
-        assert_same([(r.step, r.epoch, r.values) for r in one], [(r.step, r.epoch, r.values) for r in other])
+        assert_equal([(r.step, r.epoch, r.values) for r in one], [(r.step, r.epoch, r.values) for r in other])
     loaded = torch.load(tmp_path / "two.ckpt", weights_only=True)
     assert len(loaded["callbacks"]["NoGradEvaluation('two')"]["results"]) == 2
 
@@ -518,14 +355,13 @@ def test_features_without_a_trainer(inference_mode: bool) -> None:
     assert head.weight.grad is not None
 
 
-def test_inputs_alone() -> None:
+def test_batches_may_be_inputs_alone() -> None:
     evaluation = NoGradEvaluation([torch.ones(2, 4), torch.zeros(1, 4)], collect=True)
     evaluation.run(nn.Identity())
     assert evaluation.concatenated().tolist() == [[1.0] * 4] * 2 + [[0.0] * 4]
 
 
-@pytest.mark.parametrize("metrics", [None, BinaryAccuracy()])
-@pytest.mark.parametrize("inference_mode", [False, True])
+@pytest.mark.parametrize(("metrics", "inference_mode"), [(None, True), (BinaryAccuracy(), False)])
 def test_nothing_of_a_batch_outlives_it(metrics: Any, inference_mode: bool) -> None:
     """The outputs that lie on the device; copies of them are kept."""
     alive: list[Any] = []
@@ -537,7 +373,7 @@ def test_nothing_of_a_batch_outlives_it(metrics: Any, inference_mode: bool) -> N
         alive.extend(map(weakref.ref, (*batch, *outputs)))
         return outputs
 
-    loader = DataLoader(samples(40), batch_size=4)
+    loader = batches(40, 4)
     evaluation = NoGradEvaluation(loader, metrics, forward=forward, collect=True, inference_mode=inference_mode)
     evaluation.run(nn.Linear(4, 3))
     assert most == [0] * 10
@@ -551,7 +387,7 @@ def test_the_metrics_that_were_given_are_left_alone() -> None:
     before = metrics.compute()
     evaluation = NoGradEvaluation(DataLoader(data, batch_size=4), metrics)
     evaluation.run(nn.Linear(4, 3))
-    assert_same(before, metrics.compute())
+    assert_equal(before, metrics.compute())
     again = evaluation.run(nn.Linear(4, 3))
     assert int(again.values["MulticlassConfusionMatrix"].sum()) == 8
 
@@ -594,12 +430,10 @@ class Shifts(nn.Linear):
         (out_of_inference, True, r"an operation saved a tensor of shape \[5, 4\]"),
     ],
 )
-def test_a_graph_is_an_error(forward: Any, inference_mode: bool, message: str) -> None:
+def test_a_graph_is_refused(forward: Any, inference_mode: bool, message: str) -> None:
     module = Shifts()
     module.bias.requires_grad_(False)
-    evaluation = NoGradEvaluation(
-        DataLoader(samples(20), batch_size=5), MeanSquaredError(), forward=forward, inference_mode=inference_mode
-    )
+    evaluation = NoGradEvaluation(held_out(), MeanSquaredError(), forward=forward, inference_mode=inference_mode)
     state = torch.get_rng_state()
     with pytest.raises(StepError, match=rf"NoGradEvaluation 'eval' evaluates without gradients, but .*: {message}"):
         evaluation.run(module)
@@ -616,11 +450,10 @@ def test_gradients_of_an_unfinished_window_are_left_alone() -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append([None if p.grad is None else p.grad.clone() for p in self.parameters()])
             evaluation.run(self)
-            assert_same(seen[-1], [p.grad for p in self.parameters()])
+            assert_equal(seen[-1], [p.grad for p in self.parameters()])
 
-    evaluation = NoGradEvaluation(DataLoader(samples(20), batch_size=5), accuracy())
-    module = Watching()
-    quiet(accumulate_grad_batches=3).fit(module, DataLoader(samples(12), batch_size=4))
+    evaluation = NoGradEvaluation(held_out(), accuracy())
+    fit(module=Watching(), accumulate_grad_batches=3)
     assert len(seen) == 3
     assert all(gradient is not None for gradient in seen[0])
 
@@ -644,7 +477,7 @@ def test_gradients_of_an_unfinished_window_are_left_alone() -> None:
         ({"dataloader": [DataLoader(samples(2))]}, "must be one loader, not a list of them"),
     ],
 )
-def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
+def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         NoGradEvaluation(**{"dataloader": [], "metrics": MeanMetric(), **options})
 
@@ -658,7 +491,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
         ([], StepError, "the loader gave no batch"),
     ],
 )
-def test_what_only_a_run_can_tell(given: Any, error: type[Exception], message: str) -> None:
+def test_a_loader_is_checked_when_the_run_begins(given: Any, error: type[Exception], message: str) -> None:
     trainer = quiet(callbacks=[NoGradEvaluation(given, MulticlassAccuracy(3))])
     with pytest.raises(error, match=message):
         trainer.fit(made(), datamodule=Data())
@@ -667,12 +500,12 @@ def test_what_only_a_run_can_tell(given: Any, error: type[Exception], message: s
 @pytest.mark.parametrize(
     ("batch", "told"), [(torch.ones(2, 4), "Tensor"), ([torch.ones(2, 4)] * 3, "list of 3"), ({}, "dict of 0")]
 )
-def test_what_a_batch_must_be(batch: Any, told: str) -> None:
+def test_a_batch_without_a_target_is_refused(batch: Any, told: str) -> None:
     with pytest.raises(StepError, match=rf"a batch must be \(inputs, target\), but it is a {told}"):
         NoGradEvaluation([batch], MeanMetric()).run(nn.Identity())
 
 
-def test_what_forward_must_return() -> None:
+def test_what_forward_returns_is_checked() -> None:
     evaluation = NoGradEvaluation([torch.ones(2)], MeanMetric(), forward=lambda module, batch: 3)
     with pytest.raises(StepError, match=r"forward must return what the metrics are updated with.* returned a int"):
         evaluation.run(nn.Identity())
@@ -680,7 +513,7 @@ def test_what_forward_must_return() -> None:
         evaluation.concatenated()
 
 
-def test_a_metric_that_needs_all_its_states() -> None:
+def test_a_metric_that_cannot_be_averaged_over_batches() -> None:
     torch.manual_seed(3)
     x, y = torch.randn(12), torch.randn(12)
     batches = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 12, 4)]

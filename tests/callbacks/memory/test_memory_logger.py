@@ -21,23 +21,26 @@ from equipoise.extensions.leaks import watch
 from equipoise.extensions.leaks.watch import FROZEN_BY_PYTHON, LeakWatch
 from tests.support.trainer_runs import trainer as quiet
 
-pytestmark = pytest.mark.usefixtures("full_collections")
-
 OURS = ["batch to device", "forward", "backward", "optimizer step"]
 
 
 class Model(L.LightningModule):
-    def __init__(self, keep: Callable[[Any, Tensor], None] | None = None) -> None:
+    """A small network.
+
+    Args:
+        after_loss: Called with the module and the loss of each training step.
+    """
+
+    def __init__(self, after_loss: Callable[[Any, Tensor], Any] = lambda module, loss: None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 1))
         self.kept: list[Tensor] = []
-        self.keep = keep
+        self.after_loss = after_loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.layer(batch[0]).pow(2).mean()
-        if self.keep is not None:
-            self.keep(self, loss)
+        self.after_loss(self, loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -59,6 +62,10 @@ class ByHand(Model):
         optimizer.step()
 
 
+def keep(module: Any, loss: Tensor) -> None:
+    module.kept.append(loss)
+
+
 def data(batches: int = 10, size: int = 4) -> DataLoader[Any]:
     torch.manual_seed(1)
     return DataLoader(TensorDataset(torch.randn(batches * size, 6)), batch_size=size)
@@ -72,18 +79,32 @@ def fit(memory: MemoryLogger, module: L.LightningModule | None = None, **options
     return trainer
 
 
+def logged(memory: MemoryLogger, *arguments: Any, **options: Any) -> MemoryLogger:
+    """The logger, after a fit."""
+    fit(memory, *arguments, **options)
+    return memory
+
+
 def rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def nothing_set_aside() -> Iterator[None]:
+    """Let collections look through all objects, as they do for users; it takes most of the time of a test."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 # Readings
 
 
 @pytest.mark.parametrize(("trainer_type", "phases"), [(Trainer, OURS), (L.Trainer, OURS[1:])])
-def test_every_phase_of_the_chosen_batches_is_read(trainer_type: Any, phases: list[str]) -> None:
-    memory = MemoryLogger(every_n_steps=4)
-    fit(memory, trainer_type=trainer_type)
+def test_every_phase_of_the_chosen_batches_is_read_and_no_sanity_check(trainer_type: Any, phases: list[str]) -> None:
+    memory = logged(MemoryLogger(every_n_steps=4), trainer_type=trainer_type, num_sanity_val_steps=2)
     training = [point for point in memory.timeline if point.phase != "evaluation"]
     assert [(point.step, point.phase) for point in training] == [
         (step, phase) for step in (1, 5, 9) for phase in phases
@@ -96,24 +117,26 @@ def test_every_phase_of_the_chosen_batches_is_read(trainer_type: Any, phases: li
 
 
 def test_a_phase_without_a_step_of_the_optimiser_is_not_read_as_one() -> None:
-    memory = MemoryLogger(every_n_steps=1)
-    fit(memory, accumulate_grad_batches=5)
+    memory = logged(MemoryLogger(every_n_steps=1), accumulate_grad_batches=5)
     assert sum(point.phase == "optimizer step" for point in memory.timeline) == 2
     assert sum(point.phase == "backward" for point in memory.timeline) == 10
 
 
 def test_readings_go_to_the_loggers_in_mebibytes(tmp_path: Path) -> None:
-    memory = MemoryLogger(every_n_steps=5, detail="modules")
-    fit(memory, logger=CSVLogger(tmp_path, name="", version=""), log_every_n_steps=1)
-    logged = rows(tmp_path)
+    memory = logged(
+        MemoryLogger(every_n_steps=5, detail="modules"),
+        logger=CSVLogger(tmp_path, name="", version=""),
+        log_every_n_steps=1,
+    )
+    table = rows(tmp_path)
     values = [
-        float(row["memory/cpu/backward/allocated_MiB"]) for row in logged if row["memory/cpu/backward/allocated_MiB"]
+        float(row["memory/cpu/backward/allocated_MiB"]) for row in table if row["memory/cpu/backward/allocated_MiB"]
     ]
     points = [point.allocated for point in memory.timeline if point.phase == "backward"]
     assert values == [pytest.approx(point / 2**20, abs=1e-3) for point in points]
-    assert any(row["memory/cpu/batch_to_device/allocated_MiB"] for row in logged)
-    assert any(row["memory/cpu/evaluation/allocated_MiB"] for row in logged)
-    assert any(row["memory/cpu/peak/optimizer_state_MiB"] for row in logged)
+    assert any(row["memory/cpu/batch_to_device/allocated_MiB"] for row in table)
+    assert any(row["memory/cpu/evaluation/allocated_MiB"] for row in table)
+    assert any(row["memory/cpu/peak/optimizer_state_MiB"] for row in table)
 
 
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
@@ -131,8 +154,7 @@ def test_evaluations_alone_are_read() -> None:
 
 def test_long_time_lines_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase_readings, "_MOST_POINTS", 64)
-    memory = MemoryLogger(every_n_steps=1)
-    fit(memory, max_epochs=12)
+    memory = logged(MemoryLogger(every_n_steps=1), max_epochs=12)
     assert len(memory.timeline) <= 68
     assert memory.timeline[-1].step == 120
     assert memory.timeline[0].step == 1
@@ -140,7 +162,7 @@ def test_long_time_lines_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps == sorted(steps)
 
 
-def test_on_a_device_with_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_of_a_device_with_an_allocator_are_those_of_their_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readings as CUDA's allocator would give them, since there is none here: peaks are those of their phase."""
     from equipoise.memory.devices import MemoryReading
 
@@ -193,7 +215,7 @@ def strategy_with(devices: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
-def test_a_step_in_detail(trainer_type: Any) -> None:
+def test_the_ledger_of_a_step_in_detail(trainer_type: Any) -> None:
     memory, module = MemoryLogger(detail="modules"), Model()
     fit(memory, module, trainer_type=trainer_type)
     (peak,) = memory.compositions
@@ -208,9 +230,8 @@ def test_a_step_in_detail(trainer_type: Any) -> None:
     assert {"layer.0", "layer.1", "layer.3"} <= {holder.module for holder in memory.phases[0].holders}
 
 
-@pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
-@pytest.mark.parametrize("module_type", [Model, ByHand])
-def test_training_does_not_notice(trainer_type: Any, module_type: type[Model]) -> None:
+@pytest.mark.parametrize(("trainer_type", "module_type"), [(Trainer, ByHand), (L.Trainer, Model)])
+def test_training_goes_on_as_without_the_logger(trainer_type: Any, module_type: type[Model]) -> None:
     def weights(callbacks: list[Any]) -> list[Tensor]:
         trainer = quiet(trainer_type, callbacks=callbacks, max_epochs=2, num_sanity_val_steps=0)
         module = module_type()
@@ -226,24 +247,18 @@ def test_training_does_not_notice(trainer_type: Any, module_type: type[Model]) -
 def test_a_failure_in_a_step_in_detail_leaves_no_mode() -> None:
     """Both the watch of leaks and the ledger see each operation, and end in the reverse order of their beginning."""
 
-    class Fails(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 9:
-                raise RuntimeError("in a step in detail")
-            loss = super().training_step(batch, batch_idx)
-            self.kept.append(loss)
-            return loss
+    def fails(module: Any, loss: Tensor) -> None:
+        if module.global_step == 9:
+            raise RuntimeError("in a step in detail")
+        keep(module, loss)
 
-    memory = MemoryLogger(detail="modules", detail_steps=(9,))
-    trainer = quiet(callbacks=[memory])
     with pytest.raises(RuntimeError, match="in a step in detail"):
-        trainer.fit(Fails(), data(12), data(2))
+        fit(MemoryLogger(detail="modules", detail_steps=(9,)), Model(fails))
     assert not is_in_torch_dispatch_mode()
 
 
-def test_a_window_is_looked_at_as_a_whole() -> None:
-    memory = MemoryLogger(detail="modules", detail_steps=(1,))
-    fit(memory, accumulate_grad_batches=3)
+def test_an_accumulation_window_is_looked_at_as_a_whole() -> None:
+    memory = logged(MemoryLogger(detail="modules", detail_steps=(1,)), accumulate_grad_batches=3)
     assert [composition.phase for composition in memory.phases] == ["forward", "backward", "optimizer step"]
 
 
@@ -253,56 +268,47 @@ def test_several_steps_leave_the_largest_peak() -> None:
             large = torch.ones(1000 * (batch_idx + 1))
             return super().training_step(batch, batch_idx) + 0 * large.sum()
 
-    memory = MemoryLogger(detail="modules", detail_steps=(2, 5, 3))
-    fit(memory, Grows())
+    memory = logged(MemoryLogger(detail="modules", detail_steps=(2, 5, 3)), Grows())
     assert [composition.step for composition in memory.compositions] == [5]
 
 
+@pytest.mark.usefixtures("nothing_set_aside")
 def test_a_failed_step_leaves_what_it_held() -> None:
-    class Fails(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            large = torch.ones(5000)
-            if batch_idx == 1:
-                raise RuntimeError(f"no {large.shape}")
-            return super().training_step(batch, batch_idx)
+    def fails(module: Any, loss: Tensor) -> None:
+        large = torch.ones(5000)
+        if module.global_step == 1:
+            raise RuntimeError(f"no {large.shape}")
 
     memory = MemoryLogger(detail="modules")
     with pytest.raises(RuntimeError, match="no"):
-        fit(memory, Fails())
+        fit(memory, Model(fails))
     assert memory.compositions[0].holders[0].shape == (5000,)
     assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
     torch.ones(1)  # nothing watches any more
 
 
 def test_a_step_done_again_in_parts_is_looked_at_as_well() -> None:
-    class Fails(Model):
-        failed = False
+    def fails_once(module: Any, loss: Tensor) -> None:
+        if module.global_step == 1 and not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError("out of memory")
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 1 and not self.failed:
-                self.failed = True
-                raise torch.OutOfMemoryError("out of memory")
-            return loss
-
-    memory = MemoryLogger(detail="modules", every_n_steps=1)
+    failures: list[int] = []
     with pytest.warns(UserWarning, match="ran out of memory"):
-        fit(memory, Fails(), callbacks=[OOMRecovery()])
+        memory = logged(MemoryLogger(detail="modules", every_n_steps=1), Model(fails_once), callbacks=[OOMRecovery()])
     assert memory.phases[-1].phase == "optimizer step"
 
 
-def test_on_two_devices() -> None:
-    memory = MemoryLogger(every_n_steps=3, detail="modules")
-    fit(memory, strategy="dp", devices=["cpu", "cpu"])
+def test_replicas_on_two_devices_are_read() -> None:
+    memory = logged(MemoryLogger(every_n_steps=3, detail="modules"), strategy="dp", devices=["cpu", "cpu"])
     assert {point.phase for point in memory.timeline} == {*OURS, "evaluation"}
     assert memory.compositions[0].device == "cpu"
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    memory = MemoryLogger(every_n_steps=2)
-    fit(
-        memory, Model(), strategy="ddp", devices=2, logger=CSVLogger(tmp_path, name="", version=""), log_every_n_steps=1
-    )
+def test_readings_of_two_processes_and_their_imbalance(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="")
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "logger": logger, "log_every_n_steps": 1}
+    memory = logged(MemoryLogger(every_n_steps=2), **options)
     others = [point for point in memory.timeline if point.device == "rank 1 cpu"]
     assert {point.phase for point in others} == {*OURS, "evaluation"}
     assert all(point.allocated > 2**20 for point in others)
@@ -315,22 +321,19 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
-def test_a_leak_is_told(trainer_type: Any) -> None:
-    memory = MemoryLogger()
-    with pytest.warns(
-        UserWarning, match=r"Model\.kept keeps a tensor together with its graph.*test_memory_logger\.py:"
-    ):
-        fit(memory, Model(lambda module, loss: module.kept.append(loss)), trainer_type=trainer_type, max_epochs=2)
+def test_a_leak_is_named(trainer_type: Any) -> None:
+    message = r"Model\.kept keeps a tensor together with its graph.*test_memory_logger\.py:"
+    with pytest.warns(UserWarning, match=message):
+        memory = logged(MemoryLogger(), Model(keep), trainer_type=trainer_type, max_epochs=2)
     assert [leak.holder for leak in memory.leaks] == ["Model.kept"]
 
 
-def test_leaks_can_be_left_alone() -> None:
-    memory = MemoryLogger(leaks=False)
-    fit(memory, Model(lambda module, loss: module.kept.append(loss)))
+def test_leaks_are_not_looked_for_without_leaks() -> None:
+    memory = logged(MemoryLogger(leaks=False), Model(keep))
     assert not memory.leaks
 
 
-def test_a_leak_of_another_callback_is_told() -> None:
+def test_a_leak_of_another_callback_is_named() -> None:
     class Collects(Callback):
         def __init__(self) -> None:
             self.losses: dict[int, Tensor] = {}
@@ -338,9 +341,9 @@ def test_a_leak_of_another_callback_is_told() -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.losses[trainer.global_step] = pl_module.kept[0]
 
-    memory = MemoryLogger()
+    model = Model(lambda module, loss: setattr(module, "kept", [loss]))
     with pytest.warns(UserWarning, match=r"Collects\.losses keeps"):
-        fit(memory, Model(lambda module, loss: setattr(module, "kept", [loss])), callbacks=[Collects()], max_epochs=2)
+        fit(MemoryLogger(), model, callbacks=[Collects()], max_epochs=2)
 
 
 @pytest.mark.slow
@@ -357,50 +360,34 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
             return (self.seen[index][0],)
 
     memory, data = MemoryLogger(), Remembers()
-    trainer = quiet(callbacks=[memory], limit_val_batches=0)
-    trainer.fit(Model(), DataLoader(data, batch_size=4))
+    quiet(callbacks=[memory], limit_val_batches=0).fit(Model(), DataLoader(data, batch_size=4))
     assert sum(tensor.untyped_storage().nbytes() for tensor in data.seen.values()) > 2**27
     assert not memory.leaks
 
 
-@pytest.fixture
-def set_aside() -> Iterator[None]:
-    """Pass over all earlier objects, whose examination would take most of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("set_aside")
 @pytest.mark.parametrize("share", [1e9, 0.0])
-def test_a_leak_that_begins_later_is_told(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_that_begins_later_is_named(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """If looking once more is worth its time; else it is not looked for."""
-    memory = MemoryLogger()
     monkeypatch.setattr(watch, "_SHARE", share)
 
-    def keep(module: Any, loss: Tensor) -> None:
+    def keep_later(module: Any, loss: Tensor) -> None:
         if module.global_step > 30:
-            module.kept.append(loss)
+            keep(module, loss)
 
     with pytest.warns(UserWarning, match=r"Model\.kept keeps") if share else nullcontext():
-        fit(memory, Model(keep), max_epochs=15)
+        memory = logged(MemoryLogger(), Model(keep_later), max_epochs=15)
     assert len(memory.leaks) == bool(share)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("set_aside")
 def test_what_an_earlier_run_has_left_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of its steps are as old as they are, in whichever step they were made."""
     monkeypatch.setattr(watch, "_SHARE", 1e9)
-    first = MemoryLogger()
     with pytest.warns(UserWarning, match=r"Model\.kept keeps"):
-        fit(first, module := Model(lambda module, loss: module.kept.append(loss)), max_epochs=4)
-    again = MemoryLogger()
-    fit(again, Model(), max_epochs=8)
+        fit(MemoryLogger(), module := Model(keep), max_epochs=4)
     assert len(module.kept) == 40
-    assert not again.leaks
+    assert not logged(MemoryLogger(), max_epochs=8).leaks
 
 
 @pytest.mark.slow
@@ -412,10 +399,11 @@ def test_a_graph_from_before_the_run_is_not_taken_for_a_leak_of_it(monkeypatch: 
     earlier = torch.ones(2, requires_grad=True).exp().log().sum()
     monkeypatch.setitem(globals(), "_EARLIER", [earlier])
     with pytest.warns(UserWarning, match=r"Model\.kept keeps"):
-        fit(memory, Model(lambda module, loss: module.kept.append(loss)), max_epochs=4)
+        fit(memory, Model(keep), max_epochs=4)
     assert ["kept" in leak.holder for leak in memory.leaks] == [True]
 
 
+@pytest.mark.usefixtures("nothing_set_aside")
 def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, step: int) -> Any:
         raise OSError("no")
@@ -427,21 +415,18 @@ def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
     assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
 
 
-@pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
-def test_several_steps_for_each_batch_are_looked_at_in_detail(trainer_type: Any) -> None:
+def test_several_steps_for_each_batch_are_looked_at_in_detail() -> None:
     class Twice(ByHand):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)
             super().training_step(batch, batch_idx)
 
-    memory = MemoryLogger(detail="modules")
-    fit(memory, Twice(), trainer_type=trainer_type)
+    memory = logged(MemoryLogger(detail="modules"), Twice(), trainer_type=L.Trainer)
     assert [composition.step for composition in memory.compositions] == [2]
 
 
 def test_a_second_fit_begins_anew() -> None:
-    memory = MemoryLogger(every_n_steps=5)
-    fit(memory)
+    memory = logged(MemoryLogger(every_n_steps=5))
     before = len(memory.timeline)
     fit(memory)
     assert len(memory.timeline) == before
@@ -462,7 +447,7 @@ def test_a_second_fit_begins_anew() -> None:
         ({"detail_steps": "12"}, "detail_steps are whole numbers from 0"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         MemoryLogger(**arguments)
 

@@ -15,6 +15,9 @@ from equipoise.callbacks.progress.layout import Layout, plain_line
 from equipoise.callbacks.progress.track import Track
 from tests.support.terminal import Terminal
 
+# Narrow, wide, combining and control characters, and such as no font shows. All of Unicode takes seconds to draw from.
+TEXT = st.sampled_from("aZ0 [ä文😀\u0301\n\t\x1b\x07\u200b\u202e\u2028\ue000\ud800\u0378")
+
 
 def half_done() -> Track:
     """412 of 1095 batches in ten seconds."""
@@ -80,9 +83,9 @@ class TestLayout:
 
     @given(
         width=st.integers(1, 140),
-        label=st.text(max_size=30),
+        label=st.text(TEXT, max_size=30),
         metrics=st.dictionaries(
-            st.text(max_size=20), st.one_of(st.floats(), st.text(max_size=20), st.integers()), max_size=5
+            st.text(TEXT, max_size=20), st.one_of(st.floats(), st.text(TEXT, max_size=20), st.integers()), max_size=5
         ),
         total=st.one_of(st.just(math.inf), st.integers(0, 10**6)),
         done=st.integers(0, 10**6),

@@ -41,23 +41,44 @@ class Recording(ProgressBar):
         return super().get_metrics(trainer, pl_module)
 
 
-def watching(clock: Clock, terminal: Terminal, screens: list[str]) -> Step:
-    """Every step takes a second; in each, what stands on the screen is written down."""
+class Screens(list[str]):
+    """A step that takes a second, and writes down what stands on the screen.
 
-    def watch(module: Any, stage: str, batch_idx: int) -> None:
-        screens.append(terminal.text)
-        clock.tick(1)
+    Attributes:
+        terminal: Where the bar is drawn.
+        clock: Its time.
+    """
 
-    return watch
+    def __init__(self, terminal: Terminal, clock: Clock) -> None:
+        super().__init__()
+        self.terminal, self.clock = terminal, clock
+
+    def __call__(self, module: Any, stage: str, batch_idx: int) -> None:
+        self.append(self.terminal.text)
+        self.clock.tick(1)
+
+
+@pytest.fixture
+def screens(terminal: Terminal, clock: Clock) -> Screens:
+    return Screens(terminal, clock)
+
+
+def fit(step: Step, *loaders: Any, bar: ProgressBar | None = None, cls: type = L.Trainer, **options: Any) -> Any:
+    """Train for one epoch with a bar, by default of three batches."""
+    run = trainer(cls, callbacks=[bar or ProgressBar()], **{"max_epochs": 1, **options})
+    run.fit(Small(step), *(loaders or (loader(3),)))
+    return run
+
+
+both_trainers = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
 
 
 class TestScreen:
-    @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
+    @both_trainers
     def test_the_last_line_of_a_fit_stays(self, make_terminal: Callable[[int], Terminal], clock: Clock, cls: type):
         terminal, bar = make_terminal(120), ProgressBar()
-        run = trainer(cls, callbacks=[bar], max_epochs=2)
+        run = fit(ticking(clock, 0.5), loader(8), loader(2), bar=bar, cls=cls, max_epochs=2)
         assert run.progress_bar_callback is bar
-        run.fit(Small(ticking(clock, 0.5)), loader(8), loader(2))
         # Eight batches of half a second; the validation's second is its own; `late` is logged at the epoch's very end.
         assert terminal.text == f"Epoch 2/2  {'━' * 30}  8/8  2.00 it/s  0:04  loss 15.00  val_loss 11.00  late 101.0"
         assert terminal.cursor_visible
@@ -65,8 +86,7 @@ class TestScreen:
 
     def test_every_epoch_may_leave_its_line(self, make_terminal: Callable[[int], Terminal], clock: Clock):
         terminal = make_terminal(120)
-        run = trainer(callbacks=[ProgressBar(leave=True)], max_epochs=3)
-        run.fit(Small(ticking(clock, 0.5)), loader(8), loader(2))
+        fit(ticking(clock, 0.5), loader(8), loader(2), bar=ProgressBar(leave=True), max_epochs=3)
         values = ["loss 7.000  val_loss 10.00  late 100.0", "loss 15.00  val_loss 11.00  late 101.0"]
         values += ["loss 23.00  val_loss 12.00  late 102.0"]
         assert terminal.text.split("\n") == [
@@ -74,9 +94,8 @@ class TestScreen:
         ]
         assert terminal.wrapped == []
 
-    def test_an_epoch_as_it_goes(self, terminal: Terminal, clock: Clock):
-        screens: list[str] = []
-        trainer(callbacks=[ProgressBar()], max_epochs=1).fit(Small(watching(clock, terminal, screens)), loader(10))
+    def test_an_epoch_as_it_goes(self, screens: Screens):
+        fit(screens, loader(10))
         assert screens[0] == f"Epoch 1/1  {'─' * 30}   0/10  0:00"
         assert screens[4] == f"Epoch 1/1  {'━' * 12}{'─' * 18}   4/10  1.00 it/s  0:04<0:06  loss 3.000"
 
@@ -88,19 +107,16 @@ class TestScreen:
                     self.log(f"a_rather_long_name_{number}", float(batch_idx) ** 3, prog_bar=True)
                 return super().training_step(batch, batch_idx)
 
-        terminal, screens = make_terminal(width), []
-        step = watching(clock, terminal, screens)
-        trainer(callbacks=[ProgressBar()], max_epochs=2).fit(Chatty(step), loader(12), [loader(3), loader(3)])
+        screens = Screens(terminal := make_terminal(width), clock)
+        trainer(callbacks=[ProgressBar()], max_epochs=2).fit(Chatty(screens), loader(12), [loader(3), loader(3)])
         assert terminal.wrapped == []
         assert all(len(screen.split("\n")) in (1, 2, 3) for screen in screens)
         assert len(terminal.text.split("\n")) == 2
         assert terminal.text.endswith("…")
 
-    @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
-    def test_validation_stands_below_its_epoch(self, terminal: Terminal, clock: Clock, cls: type):
-        screens: list[str] = []
-        run = trainer(cls, callbacks=[ProgressBar()], max_epochs=1, num_sanity_val_steps=2, val_check_interval=2)
-        run.fit(Small(watching(clock, terminal, screens)), loader(4), [loader(3), loader(2)])
+    @both_trainers
+    def test_validation_stands_below_its_epoch(self, terminal: Terminal, screens: Screens, cls: type):
+        fit(screens, loader(4), [loader(3), loader(2)], cls=cls, num_sanity_val_steps=2, val_check_interval=2)
         assert screens[1] == f"Sanity Checking 1/2  {'━' * 15}{'─' * 15}  1/2  1.00 it/s  0:01<0:01"
         assert screens[4].startswith("Epoch 1/1")  # the sanity check left nothing
         validation = [screen.split("\n")[-1] for screen in screens if "Validation" in screen]
@@ -119,7 +135,7 @@ class TestScreen:
         assert "4/4  1.00 it/s  0:04" in terminal.text  # ten seconds of validation do not count
         assert "Validation" not in terminal.text
 
-    @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
+    @both_trainers
     def test_stages_of_their_own_have_their_line(
         self, make_terminal: Callable[[int], Terminal], clock: Clock, cls: type
     ):
@@ -136,34 +152,32 @@ class TestScreen:
         ]
         assert terminal.cursor_visible
 
-    def test_loaders_without_length(self, terminal: Terminal, clock: Clock):
-        screens: list[str] = []
-        run = trainer(callbacks=[ProgressBar()], max_epochs=-1, max_steps=3)
-        run.fit(Small(watching(clock, terminal, screens)), DataLoader(Stream(5)))
+    def test_loaders_without_length(self, terminal: Terminal, screens: Screens):
+        fit(screens, DataLoader(Stream(5)), max_epochs=-1, max_steps=3)
         assert screens[2].startswith(f"Epoch 1  {'━' * 20}{'─' * 10}  2/3")
-        run = trainer(callbacks=[ProgressBar()], max_epochs=1)
-        run.fit(Small(watching(clock, terminal, screens)), DataLoader(Stream(5)), DataLoader(Stream(2)))
+        fit(screens, DataLoader(Stream(5)), DataLoader(Stream(2)))
         assert screens[-1].split("\n")[-1] == "Validation  1/?  1.00 it/s  0:01"
         assert terminal.text.split("\n")[-1].startswith("Epoch 1/1  5/?  1.00 it/s  0:05")
 
-    def test_max_steps_end_an_epoch_early(self, terminal: Terminal, clock: Clock):
-        screens: list[str] = []
-        run = trainer(callbacks=[ProgressBar()], max_epochs=-1, max_steps=5, accumulate_grad_batches=3)
-        run.fit(Small(watching(clock, terminal, screens)), loader(10))
+    def test_max_steps_end_an_epoch_early(self, terminal: Terminal, screens: Screens):
+        fit(screens, loader(10), max_epochs=-1, max_steps=5, accumulate_grad_batches=3)
         # Four steps of 3, 3, 3 and 1 batches, then one of three.
         assert "1/10" in screens[1]
         assert screens[11].startswith("Epoch 2")
         assert "1/3" in screens[11]
         assert "3/3" in terminal.text
 
-    @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
-    def test_a_resumed_epoch_goes_on_where_it_was(self, terminal: Terminal, clock: Clock, tmp_path: Path, cls: type):
-        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-        first = trainer(cls, callbacks=[ProgressBar(), saving], max_epochs=1, enable_checkpointing=True)
-        first.fit(Small(ticking(clock, 1)), loader(8))
+    @both_trainers
+    def test_a_resumed_epoch_goes_on_in_its_midst(self, terminal: Terminal, clock: Clock, tmp_path: Path, cls: type):
+        def watch(module: Any, stage: str, batch_idx: int) -> None:
+            screens.append(terminal.text)
+            clock.tick(1)
+
         screens: list[str] = []
-        again = trainer(cls, callbacks=[ProgressBar(), saving], max_epochs=1, enable_checkpointing=True)
-        again.fit(Small(watching(clock, terminal, screens)), loader(8), ckpt_path=tmp_path / "step=4.ckpt")
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        for path in (None, tmp_path / "step=4.ckpt"):
+            run = trainer(cls, callbacks=[ProgressBar(), saving], max_epochs=1, enable_checkpointing=True)
+            run.fit(Small(watch if path else ticking(clock, 1)), loader(8), ckpt_path=path)
         shown = [screen.split("\n")[-1] for screen in screens]
         assert len(shown) == 4
         assert "5/8  0:00  loss 4.000" in shown[1]
@@ -172,30 +186,26 @@ class TestScreen:
 
     def test_a_live_display_of_the_users_own_goes_on(self, terminal: Terminal, clock: Clock):
         with Live("mine", console=rich.get_console(), auto_refresh=False):
-            trainer(callbacks=[ProgressBar()], max_epochs=1).fit(Small(ticking(clock, 1)), loader(3))
+            fit(ticking(clock, 1))
         assert terminal.cursor_visible
         assert terminal.text.split("\n")[-1] == "mine"
 
 
 class TestWhenItDraws:
     def test_the_sanity_check_and_the_training_share_one_display(self, terminal: Terminal, clock: Clock):
-        trainer(callbacks=[ProgressBar()], max_epochs=2, num_sanity_val_steps=2).fit(
-            Small(ticking(clock, 1)), loader(3), loader(2)
-        )
+        fit(ticking(clock, 1), loader(3), loader(2), max_epochs=2, num_sanity_val_steps=2)
         assert terminal.sent.count("\x1b[?25l") == 1  # a notebook would show a widget for each
         assert "Sanity" in terminal.sent
         assert "Sanity" not in terminal.text
 
     def test_it_draws_by_the_clock(self, terminal: Terminal, clock: Clock):
-        bar = Recording(clock, refresh_seconds=0.2)
-        trainer(callbacks=[bar], max_epochs=1).fit(Small(ticking(clock, 0.0625)), loader(32))
+        fit(ticking(clock, 0.0625), loader(32), bar=(bar := Recording(clock, refresh_seconds=0.2)))
         # At the start, after the first batch, every fourth batch from there, and at the end.
         assert bar.times == [0, *(0.0625 + 0.25 * n for n in range(8)), 2.0]
 
     def test_many_short_epochs_and_validations_draw_no_more(self, terminal: Terminal, clock: Clock):
         bar = Recording(clock, refresh_seconds=0.2)
-        run = trainer(callbacks=[bar], max_epochs=50, num_sanity_val_steps=0)
-        run.fit(Small(ticking(clock, 0.001)), loader(2), loader(1))
+        fit(ticking(clock, 0.001), loader(2), loader(1), bar=bar, max_epochs=50, num_sanity_val_steps=0)
         # 50 epochs of 3 ms: at the start, at its first changes, after the first batch, at the end.
         assert len(bar.times) == 6
         assert bar.times[-1] == 0.15
@@ -210,7 +220,7 @@ class TestWhenItDraws:
             def progress_bar_metrics(self) -> dict[str, float]:
                 raise AssertionError("reading these waits for the device")
 
-        trainer(Offering, callbacks=[ProgressBar()], max_epochs=1).fit(Small(ticking(clock, 1)), loader(3))
+        fit(ticking(clock, 1), cls=Offering)
         assert terminal.text.endswith("offered 7.000")
 
     @pytest.mark.parametrize(("leave", "waiting"), [(False, [6.0]), (True, [3.0, 6.0])])
@@ -226,7 +236,7 @@ class TestWhenItDraws:
 
         read = LatestValues.read
         monkeypatch.setattr(LatestValues, "read", Watched.read)
-        trainer(callbacks=[ProgressBar(leave=leave)], max_epochs=2).fit(Small(ticking(clock, 1)), loader(3))
+        fit(ticking(clock, 1), bar=ProgressBar(leave=leave), max_epochs=2)
         assert waited == waiting
 
     def test_a_subclass_chooses_what_is_shown(self, terminal: Terminal, clock: Clock):
@@ -238,14 +248,13 @@ class TestWhenItDraws:
             def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
                 return {**super().get_metrics(trainer, pl_module), "lr": "[1e-2]"}
 
-        trainer(callbacks=[Own()], max_epochs=1).fit(Small(ticking(clock, 1)), loader(2))
+        fit(ticking(clock, 1), loader(2), bar=Own())
         assert terminal.text == f"Pretraining  {'━' * 30}  2/2  1.00 it/s  0:02  loss 1.000  late 100.0  lr [1e-2]"
 
 
 class TestWithoutATerminal:
     def test_plain_lines_by_the_clock_and_at_each_epochs_end(self, plain: io.StringIO, clock: Clock):
-        bar = ProgressBar(plain_seconds=4)
-        trainer(callbacks=[bar], max_epochs=2).fit(Small(ticking(clock, 1)), loader(6), loader(3))
+        fit(ticking(clock, 1), loader(6), loader(3), bar=ProgressBar(plain_seconds=4), max_epochs=2)
         assert plain.getvalue().split("\n") == [
             "Epoch 1/2: 5/6 batches, 1.00 it/s, 0:05, 0:01 left, loss 4.000",
             "Validation: 3/3 batches, 1.00 it/s, 0:03, 0:00 left, loss 5.000",
@@ -262,9 +271,8 @@ class TestWithoutATerminal:
         path = tmp_path / "log.txt"
         with path.open("w", encoding="ascii") as file:
             monkeypatch.setattr(rich, "get_console", lambda: rich.console.Console(file=file))
-            run, module = trainer(callbacks=[ProgressBar(plain_seconds=1)], max_epochs=2), Small(ticking(clock, 1))
-            run.fit(module, loader(3), loader(2))
-            run.test(module, loader(2), verbose=False)
+            run = fit(ticking(clock, 1), loader(3), loader(2), bar=ProgressBar(plain_seconds=1), max_epochs=2)
+            run.test(run.lightning_module, loader(2), verbose=False)
         text = path.read_bytes().decode("ascii")
         assert text.endswith("Testing: 2/2 batches, 1.00 it/s, 0:02, test_loss 20.00\n")
         assert all(line.isprintable() and line for line in text.rstrip("\n").split("\n"))
@@ -285,9 +293,7 @@ class TestWithoutATerminal:
         assert not re.search(r"\x1b\[[?0-9;]*[A-LN-Za-ln-z]", text)  # an m alone is a colour
 
     def test_printing_is_left_to_python(self, plain: io.StringIO, clock: Clock, capsys: pytest.CaptureFixture[str]):
-        trainer(callbacks=[ProgressBar()], max_epochs=1).fit(
-            Small(lambda module, stage, batch_idx: module.print("step", batch_idx, sep="=", end=";")), loader(3)
-        )
+        fit(lambda module, stage, batch_idx: module.print("step", batch_idx, sep="=", end=";"))
         assert capsys.readouterr().out == "step=0;step=1;step=2;"
 
 
@@ -305,7 +311,7 @@ class TestPrinting:
                 module.print("x" * 150)
                 screens.append(terminal.text)
 
-        trainer(callbacks=[ProgressBar()], max_epochs=1).fit(Small(step), loader(3))
+        fit(step)
         bar = "Epoch 1/1  ━━━━━━━━━━────────────────────  1/3  1.00 it/s  0:01<0:02  loss 0.000"
         printed = ["by the module: [red]as it is[/red] 1.5", "no newline", "by Python", "an error", "x" * 150]
         assert screens == ["\n".join([*printed, bar.replace("0.000", "0.0")])]
@@ -321,7 +327,7 @@ class TestPrinting:
         for handler in handlers:
             logger.addHandler(handler)
         try:
-            trainer(callbacks=[ProgressBar()], max_epochs=1).fit(Small(step), loader(2))
+            fit(step, loader(2))
             assert [handler.stream for handler in handlers] == streams
         finally:
             for handler in handlers:
@@ -336,15 +342,13 @@ class TestPrinting:
         bar, file = ProgressBar(), io.StringIO()
         bar.print("before", sep=None, end=None)
         assert capsys.readouterr().out == "before\n"
-        step = lambda module, stage, batch_idx: module.print(batch_idx, file=file, flush=True)  # noqa: E731
-        trainer(callbacks=[bar], max_epochs=1).fit(Small(step), loader(2))
+        fit(lambda module, stage, batch_idx: module.print(batch_idx, file=file, flush=True), loader(2), bar=bar)
         assert file.getvalue() == "0\n1\n"
         assert "\n" not in terminal.text
 
 
 def test_the_trainers_own_print_goes_above_the_bar(terminal: Terminal, clock: Clock):
-    step = lambda module, stage, batch_idx: module.trainer.print("said", batch_idx)  # noqa: E731
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        trainer(callbacks=[ProgressBar()], max_epochs=1).fit(Small(step), loader(2))
+        fit(lambda module, stage, batch_idx: module.trainer.print("said", batch_idx), loader(2))
     assert out.getvalue() == ""
     assert terminal.text.split("\n")[:2] == ["said 0", "said 1"]

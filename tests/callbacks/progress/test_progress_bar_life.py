@@ -15,6 +15,7 @@ import equipoise
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.errors import ConfigurationError
 from tests.support.callback_runs import Clock, Small, loader, ticking, trainer
+from tests.support.pairs import pairwise
 from tests.support.terminal import Terminal
 
 
@@ -28,9 +29,14 @@ class TestNothingIsLeftBehind:
         trainer(callbacks=[ProgressBar()], max_epochs=1).fit(Small(step), loader(3), loader(1))
         assert set(threads) == {before}
 
-    @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
-    @pytest.mark.parametrize("stage", ["train", "val", "sanity", "test", "predict"])
-    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    @pytest.mark.parametrize(
+        ("stage", "cls", "error"),
+        pairwise(
+            ["train", "val", "sanity", "test", "predict"],
+            [L.Trainer, equipoise.Trainer],
+            [ValueError, KeyboardInterrupt],
+        ),
+    )
     def test_a_failure_gives_the_terminal_back(
         self, terminal: Terminal, clock: Clock, stage: str, error: type[BaseException], cls: type
     ):
@@ -47,14 +53,8 @@ class TestNothingIsLeftBehind:
             {"test": run.test, "predict": run.predict}.get(stage, run.fit)(Small(step), *loaders)
         assert terminal.cursor_visible
         last = terminal.text.split("\n")[-1]
-        label = {
-            "train": "Epoch 1/1",
-            "val": "Validation",
-            "sanity": "Sanity",
-            "test": "Testing",
-            "predict": "Predicting",
-        }
-        assert last.startswith(label[stage])
+        labels = {"train": "Epoch 1/1", "val": "Validation", "test": "Testing", "predict": "Predicting"}
+        assert last.startswith(labels.get(stage, "Sanity"))
         assert "1/3" in last or "1/2" in last
         with Live("next", console=rich.get_console(), auto_refresh=False):
             assert not terminal.cursor_visible, "a display of the bar's is still active"
@@ -124,9 +124,14 @@ class TestOnAndOff:
         )
         assert (terminal.sent, bar.is_enabled) == ("", False)
 
-    @pytest.mark.parametrize("name", ["refresh_seconds", "plain_seconds"])
-    @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "0.2", None, True])
-    def test_an_interval_that_is_none_is_refused(self, name: str, value: Any):
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *(("refresh_seconds", value) for value in (0, -1.0, float("inf"), float("nan"), "0.2", None, True)),
+            ("plain_seconds", 0),
+        ],
+    )
+    def test_an_interval_that_is_no_positive_number_is_refused(self, name: str, value: Any):
         with pytest.raises(
             ConfigurationError, match=rf"{name}=.* positive number .* {value!r} .*enable_progress_bar=False"
         ):

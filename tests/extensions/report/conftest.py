@@ -1,3 +1,5 @@
-"""The fixtures of tests of callbacks: terminals, files to draw on, and a clock."""
+"""Fixtures of the tests of callbacks: terminals, files to draw on, and a clock."""
 
-from tests.callbacks.conftest import *  # noqa: F403
+from tests.support.terminal_fixtures import clock, make_terminal, plain, surroundings, terminal
+
+__all__ = ["clock", "make_terminal", "plain", "surroundings", "terminal"]
