@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import HogwildStrategy, OOMRecovery, Trainer, WorkerError
-from tests.support.quiet import QUIET
+from tests.support.equality import assert_equal
+from tests.support.failures import Mistake, raises
 from tests.support.trainer_runs import refuses
+from tests.support.trainer_runs import trainer as quiet
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +53,15 @@ class Linear(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
 
 
-def trainer(strategy: Any, **options: Any) -> Trainer:
-    defaults = {"accelerator": "cpu", **QUIET, "max_epochs": 2, "num_sanity_val_steps": 0}
-    return Trainer(strategy=strategy, **{**defaults, **options})
+def trainer(state: Any = "own", **options: Any) -> Trainer:
+    strategy = HogwildStrategy(processes=2, optimizer_state=state)
+    return quiet(strategy=strategy, **{"max_epochs": 2, "num_sanity_val_steps": 0, **options})
+
+
+def fit(module: L.LightningModule, data: Any = None, **options: Any) -> Trainer:
+    run = trainer(**options)
+    run.fit(module, data or loader(), data or loader())
+    return run
 
 
 @pytest.mark.parametrize("state", ["own", "shared"])
@@ -61,8 +69,7 @@ def test_processes_step_shared_parameters(state: Any) -> None:
     torch.manual_seed(1)
     module = Linear()
     before = module.net.weight.detach().clone()
-    run = trainer(HogwildStrategy(processes=2, optimizer_state=state), max_epochs=6)
-    run.fit(module, loader(shuffle=True), loader())
+    run = fit(module, loader(shuffle=True), state=state, max_epochs=6)
     # 1. The caller's module has learned, in memory of its own.
     assert float(run.callback_metrics["val_loss"]) < 0.05
     assert not torch.equal(module.net.weight, before)
@@ -87,14 +94,13 @@ def test_a_smaller_batch_counts_in_full() -> None:
     torch.manual_seed(1)
     module, expected = FirstOnly(), Linear()
     expected.load_state_dict(module.state_dict())
-    batches = DataLoader(samples, batch_size=4)
-    trainer(HogwildStrategy(processes=2), max_epochs=1, limit_val_batches=0).fit(module, batches, batches)
+    fit(module, DataLoader(samples, batch_size=4), max_epochs=1, limit_val_batches=0)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
     for batch in (features[::2][:4], features[::2][4:]):
         optimizer.zero_grad()
         nn.functional.mse_loss(expected.net(batch), batch.sum(1, keepdim=True)).backward()
         optimizer.step()
-    torch.testing.assert_close(module.net.weight, expected.net.weight, rtol=1e-12, atol=1e-12)
+    assert_equal(expected.net, module.net, 1e-12)
 
 
 class Meeting(Linear):
@@ -119,7 +125,7 @@ def test_all_see_the_changes_of_one_and_stand_still_in_evaluations() -> None:
     torch.manual_seed(1)
     module = Meeting()
     before = module.net.weight.tolist()
-    trainer(HogwildStrategy(processes=2), val_check_interval=3).fit(module, loader(), loader())
+    fit(module, val_check_interval=3)
     assert len(module.notes) > 6
     for start, end in zip(module.notes[::2], module.notes[1::2], strict=True):
         assert start[0] == start[1] == end[0] == end[1]
@@ -147,60 +153,51 @@ class Unequal(Linear):
 
 def test_a_checkpoint_holds_weights_that_nobody_changes(tmp_path: Path) -> None:
     module = Unequal()
-    trainer(HogwildStrategy(processes=2), default_root_dir=tmp_path, max_epochs=1).fit(module, loader(), loader())
+    fit(module, default_root_dir=tmp_path, max_epochs=1)
     saved = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert int(saved["state_dict"]["steps"]) == 8
     # After the file was written nobody had continued yet: all left the save together.
     assert saved["state_dict"]["net.weight"].shape == (1, 4)
     # It continues under one process, from its own position, and under two.
-    again = Linear()
-    run = trainer(HogwildStrategy(processes=2), max_epochs=2)
-    run.fit(again, loader(), loader(), ckpt_path=tmp_path / "x.ckpt")
+    run = trainer()
+    run.fit(Linear(), loader(), loader(), ckpt_path=tmp_path / "x.ckpt")
     assert run.global_step == 2 * SAMPLES // 2 // 4
 
 
 class Failing(Linear):
+    """One process does something else in one step."""
+
+    def __init__(self, failure: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.failure = failure
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 1 and batch_idx == 5:
-            raise ValueError("a broken sample")
-        return super().training_step(batch, batch_idx)
-
-
-class Dying(Linear):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx == 5:
-            os._exit(3)
+            self.failure(batch)
         return super().training_step(batch, batch_idx)
 
 
 def test_a_failed_process_ends_the_run_with_its_traceback() -> None:
-    with pytest.raises(ValueError, match="a broken sample") as caught:
-        trainer(HogwildStrategy(processes=2), max_epochs=1000).fit(Failing(), loader(), loader())
-    notes = " ".join(getattr(caught.value, "__notes__", []))
-    assert "Raised in rank 1 of 2" in notes
+    with pytest.raises(Mistake, match="on purpose") as caught:
+        fit(Failing(lambda batch: raises()), max_epochs=1000)
+    assert "Raised in rank 1 of 2" in " ".join(caught.value.__notes__)
     assert "in training_step" in str(caught.value.__cause__)
 
 
 def test_a_process_that_dies_ends_the_run() -> None:
     with pytest.raises(WorkerError, match="rank 1"):
-        trainer(HogwildStrategy(processes=2), max_epochs=1000).fit(Dying(), loader(), loader())
+        fit(Failing(lambda batch: os._exit(3)), max_epochs=1000)
 
 
-class Hungry(Linear):
-    """Runs out of memory with a whole batch, in one process."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx == 2 and len(batch[0]) > 2:
-            raise torch.OutOfMemoryError("out of memory")
-        return super().training_step(batch, batch_idx)
+def run_out_of_memory(batch: Any) -> None:
+    if len(batch[0]) > 2:
+        raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.mark.filterwarnings("ignore:Batch 2 of 4 samples ran out of memory")
+@pytest.mark.filterwarnings("ignore:Batch 5 of 4 samples ran out of memory")
 def test_a_step_that_ran_out_of_memory_is_repeated_by_its_process_alone() -> None:
     torch.manual_seed(1)
-    module = Hungry()
-    run = trainer(HogwildStrategy(processes=2), max_epochs=6, callbacks=[OOMRecovery()])
-    run.fit(module, loader(shuffle=True), loader())
+    run = fit(Failing(run_out_of_memory), loader(shuffle=True), max_epochs=6, callbacks=[OOMRecovery()])
     assert float(run.callback_metrics["val_loss"]) < 0.05
 
 
@@ -209,9 +206,7 @@ def test_a_process_without_a_batch_does_not_step() -> None:
     features = torch.ones(5, 4, dtype=torch.float64)
     data = DataLoader(TensorDataset(features, features[:, :1]), batch_size=1)
     module = Linear()
-    run = trainer(HogwildStrategy(processes=2), max_epochs=1)
-    run.fit(module, data, data)
-    assert run.global_step == 3
+    assert fit(module, data, max_epochs=1).global_step == 3
     assert torch.isfinite(module.net.weight).all()
 
 
@@ -232,8 +227,7 @@ class Scheduled(Linear):
 def test_max_steps_and_schedulers_count_the_steps_of_one_process() -> None:
     """Twelve batches for each process in an epoch, of which the run takes ten."""
     module = Scheduled()
-    run = trainer(HogwildStrategy(processes=2), max_steps=10, max_epochs=-1)
-    run.fit(module, loader(), loader())
+    run = fit(module, max_steps=10, max_epochs=-1)
     assert run.estimated_stepping_batches == 10
     assert module.notes == [(10, 10, 10), (10, 10, 10)]
 
@@ -245,7 +239,7 @@ class Seeds(Linear):
 
 def test_processes_draw_other_random_numbers() -> None:
     module = Seeds()
-    trainer(HogwildStrategy(processes=2), max_epochs=1).fit(module, loader(), loader())
+    fit(module, max_epochs=1)
     assert module.notes[0] != module.notes[1]
 
 
@@ -254,21 +248,16 @@ def test_processes_draw_other_random_numbers() -> None:
     [
         (lambda: HogwildStrategy(processes=0), "processes must be"),
         (lambda: HogwildStrategy(optimizer_state="none"), "optimizer_state must be"),  # type: ignore[arg-type]
-        (lambda: trainer(HogwildStrategy(processes=2), num_nodes=2), "one machine"),
+        (lambda: trainer(num_nodes=2), "one machine"),
+        (lambda: fit(Linear(), state="shared", precision="16-mixed"), "cannot meet to share a state"),
         (
-            lambda: trainer(HogwildStrategy(processes=2, optimizer_state="shared"), precision="16-mixed").fit(
-                Linear(), loader(), loader()
-            ),
-            "cannot meet to share a state",
-        ),
-        (
-            lambda: trainer(HogwildStrategy(processes=2), callbacks=[EMAWeightAveraging()]).fit(Linear(), loader()),
+            lambda: fit(Linear(), callbacks=[EMAWeightAveraging()]),
             "several processes would do so with the same weights",
         ),
-        (lambda: trainer(HogwildStrategy(processes=2), devices=3), "Leave one of the two out"),
+        (lambda: trainer(devices=3), "Leave one of the two out"),
         (lambda: HogwildStrategy().connect([torch.device("cuda:0")]), "CPUs"),
     ],
     ids=["processes", "state", "nodes", "precision", "averages", "devices", "gpu"],
 )
-def test_what_is_refused(make: Any, words: str) -> None:
+def test_what_processes_cannot_share_is_refused(make: Any, words: str) -> None:
     refuses(make, words)

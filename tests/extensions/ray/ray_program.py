@@ -15,17 +15,12 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
 from equipoise import Trainer
+from tests.support.quiet import QUIET
 
 SAMPLES = 22
 EPOCHS = 3
 # Rank and optimiser step at which workers are killed, in mid-epoch and at the first step of another one.
 KILLS = ((1, 2), (0, 6))
-QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 
 
 class Net(LightningModule):

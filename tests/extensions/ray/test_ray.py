@@ -17,9 +17,11 @@ import torch
 import yaml
 
 from equipoise import ConfigurationError, Trainer
-from tests.extensions.ray.ray_program import EPOCHS, KILLS, QUIET, Net, Weights, loader
+from tests.extensions.ray.ray_program import EPOCHS, KILLS, Net, Weights, loader
 from tests.support.commands import FILES
+from tests.support.equality import assert_equal
 from tests.support.projects import write
+from tests.support.quiet import QUIET
 
 ROOT = Path(__file__).parents[3]
 # Against a hang; a busy machine takes minutes.
@@ -103,8 +105,7 @@ def test_killed_workers_end_with_the_weights_of_an_undisturbed_run(tmp_path):
     expected = torch.load(plain)
     assert actual["world_size"] == expected["world_size"] == 2
     assert actual["steps"] == expected["steps"] == outcome["metrics"]["step"]
-    for name, weight in expected["weights"].items():
-        assert torch.equal(actual["weights"][name], weight), name
+    assert_equal(expected["weights"], actual["weights"])
     assert outcome["checkpoint"]
 
 
