@@ -1,4 +1,4 @@
-"""What travels to processes and comes home, and what is said where they cannot start or do not agree."""
+"""Objects that travel to processes and come home, and messages where processes cannot start or do not agree."""
 
 import logging
 import socket

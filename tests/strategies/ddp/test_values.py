@@ -1,4 +1,4 @@
-"""What is logged, measured and predicted in several processes is that of all samples, and the same in every process."""
+"""Values that are logged, measured and predicted in several processes: of all samples, the same in every process."""
 
 import csv
 from pathlib import Path
