@@ -58,9 +58,9 @@ def trainer(state: Any = "own", **options: Any) -> Trainer:
     return quiet(strategy=strategy, **{"max_epochs": 2, "num_sanity_val_steps": 0, **options})
 
 
-def fit(module: L.LightningModule, data: Any = None, **options: Any) -> Trainer:
+def fit(module: L.LightningModule, data: Any = None, val: Any = None, **options: Any) -> Trainer:
     run = trainer(**options)
-    run.fit(module, data or loader(), data or loader())
+    run.fit(module, data or loader(), val or loader())
     return run
 
 
@@ -206,7 +206,7 @@ def test_a_process_without_a_batch_does_not_step() -> None:
     features = torch.ones(5, 4, dtype=torch.float64)
     data = DataLoader(TensorDataset(features, features[:, :1]), batch_size=1)
     module = Linear()
-    assert fit(module, data, max_epochs=1).global_step == 3
+    assert fit(module, data, data, max_epochs=1).global_step == 3
     assert torch.isfinite(module.net.weight).all()
 
 
