@@ -14,10 +14,16 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchmetrics import MeanMetric
 
 from equipoise import EnsembleStrategy, StepError
-from tests.extensions.ensemble.runs import Classifier, alone, difference, ensemble, loader, states_alone, trainer
-
-# What is said of the numbers of members that are computed at once. One by one they are the same to the bit.
-CLOSE = 1e-10
+from tests.extensions.ensemble.runs import (
+    CLOSE,
+    Classifier,
+    alone,
+    assert_members,
+    ensemble,
+    loader,
+    states_alone,
+    trainer,
+)
 
 PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (Classifier, {}),
@@ -44,22 +50,22 @@ def seed() -> int:
 def test_members_are_equal_to_runs_of_their_own(program: str, mode: str, seed: int) -> None:
     module, options = PROGRAMS[program]
     strategy, run, _ = ensemble(seed, module, mode=mode, **options)
-    largest = difference(strategy, states_alone(seed, 3, module, **options))
-    assert largest <= (0.0 if mode == "one_by_one" else CLOSE)
+    assert_members(states_alone(seed, 3, module, **options), strategy, 0.0 if mode == "one_by_one" else CLOSE)
     assert run.global_step == alone(seed, module, **options)[1].global_step
 
 
 def test_dropout_draws_what_runs_of_their_own_draw(seed: int) -> None:
     module = partial(Classifier, dropout=0.3)
     strategy, _, _ = ensemble(seed, module, mode="auto")
-    assert difference(strategy, states_alone(seed, 3, module)) == 0.0
+    assert_members(states_alone(seed, 3, module), strategy)
 
 
 def test_dropout_computed_at_once_differs_between_members(seed: int) -> None:
-    strategy, _, _ = ensemble(seed, partial(Classifier, dropout=0.3))
-    assert difference(strategy, states_alone(seed, 3, partial(Classifier, dropout=0.3))) > 1e-3
-    states = [member.state_dict()["net.0.weight"] for member in strategy.member_modules()]
-    assert not torch.equal(states[1], states[2])
+    module = partial(Classifier, dropout=0.3)
+    strategy, _, _ = ensemble(seed, module)
+    weights = [member.state_dict()["net.0.weight"] for member in strategy.member_modules()]
+    assert not torch.allclose(weights[0], states_alone(seed, 1, module)[0]["net.0.weight"], rtol=0, atol=1e-3)
+    assert not torch.equal(weights[1], weights[2])
 
 
 class Steps(Classifier):
@@ -106,26 +112,28 @@ class Clamping(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class Scheduled(Classifier):
-    """Sets an attribute of the network in later steps."""
+class Layer(nn.Module):
+    """A linear layer, whose `forward` a network below replaces."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Scaled()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.net.factor = 1.0 if batch_idx < 5 else 1.0 + batch_idx / 10
-        return super().training_step(batch, batch_idx)
-
-
-class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 3).double()
         self.factor = 1.0
 
+
+class Scaled(Layer):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return self.layer(features) * self.factor
+
+
+class Scheduled(Classifier):
+    """Sets an attribute of the network in later steps."""
+
+    network = Scaled
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.factor = 1.0 if batch_idx < 5 else 1.0 + batch_idx / 10
+        return super().training_step(batch, batch_idx)
 
 
 class Skipping(Classifier):
@@ -153,30 +161,24 @@ class Weighing(Classifier):
         return {"loss": (losses * kept).sum() / count.clamp(min=1), "loss_weight": count}
 
 
-class Mixing(Classifier):
-    """Passes the whole batch to its network, with values that change in later steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Mixture()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        powers = [1] if batch_idx < 5 else [1, 2]
-        logits = self.net((batch[0], batch[1]), powers=powers, options={"factor": 1.0 + batch_idx // 3})
-        return nn.functional.cross_entropy(logits, batch[1])
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3).double()
-
+class Mixture(Layer):
     def forward(self, batch: Any, *, powers: Any = (1,), options: Any = None) -> torch.Tensor:
         if options is None:
             return self.layer(batch)
         features, labels = batch
         logits = sum(self.layer(features**power) for power in powers)
         return logits * options["factor"] + labels[:, None]
+
+
+class Mixing(Classifier):
+    """Passes the whole batch to its network, with values that change in later steps."""
+
+    network = Mixture
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        powers = [1] if batch_idx < 5 else [1, 2]
+        logits = self.net((batch[0], batch[1]), powers=powers, options={"factor": 1.0 + batch_idx // 3})
+        return nn.functional.cross_entropy(logits, batch[1])
 
 
 class Penalised(Classifier):
@@ -210,7 +212,7 @@ class PenalisedAtTimes(Classifier):
 @pytest.mark.parametrize("window", [1, 3])
 def test_any_step_is_computed_as_in_a_run_of_its_own(module: Any, window: int, seed: int) -> None:
     strategy, _, _ = ensemble(seed, module, accumulate_grad_batches=window)
-    assert difference(strategy, states_alone(seed, 3, module, accumulate_grad_batches=window)) <= CLOSE
+    assert_members(states_alone(seed, 3, module, accumulate_grad_batches=window), strategy, CLOSE)
 
 
 class Unfreezing(Classifier):
@@ -226,7 +228,7 @@ class Unfreezing(Classifier):
 
 def test_parameters_that_the_optimizer_gets_in_a_run(seed: int) -> None:
     strategy, _, _ = ensemble(seed, Unfreezing)
-    assert difference(strategy, states_alone(seed, 3, Unfreezing)) <= CLOSE
+    assert_members(states_alone(seed, 3, Unfreezing), strategy, CLOSE)
 
 
 class Freezing(Classifier):
@@ -238,7 +240,7 @@ class Freezing(Classifier):
 
 def test_parameters_that_are_frozen_in_some_steps(seed: int) -> None:
     strategy, _, _ = ensemble(seed, Freezing)
-    assert difference(strategy, states_alone(seed, 3, Freezing)) <= CLOSE
+    assert_members(states_alone(seed, 3, Freezing), strategy, CLOSE)
 
 
 class Watching(Classifier):
@@ -284,9 +286,9 @@ class Linear(Classifier):
 class Normed(Classifier):
     """Statistics of the batch, in buffers."""
 
-    def __init__(self) -> None:
-        super().__init__(optimizer="sgd")
-        self.net = nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    @staticmethod
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
 
 
 class Weighted(Classifier):
@@ -396,15 +398,9 @@ class Later(Classifier):
             assert self.seen.compute() > 0
 
 
-class Recurrent(Classifier):
+class LastOutput(nn.Module):
     """Has no batched form in torch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = LastOutput()
-
-
-class LastOutput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(2, 3, batch_first=True).double()
@@ -413,59 +409,44 @@ class LastOutput(nn.Module):
         return self.lstm(features.view(-1, 4, 2))[0][:, -1]
 
 
-class Remembering(Classifier):
-    """Its network sets an attribute, which would be of all members at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Kept()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch[0])
-        return nn.functional.cross_entropy(logits, batch[1]) + self.net.last.square().mean()
+class Recurrent(Classifier):
+    network = LastOutput
 
 
-class Kept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3).double()
+class Kept(Layer):
+    """Sets an attribute, which would be of all members at once."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         self.last = self.layer(features)
         return self.last
 
 
-class Checkpointed(Classifier):
-    """Its network is computed again in the backward, when no network is computed at once any more."""
+class Remembering(Classifier):
+    network = Kept
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = RecomputedLayer()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.net.last.square().mean()
 
 
-class RecomputedLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3).double()
+class RecomputedLayer(Layer):
+    """It is computed again in the backward, when no network is computed at once any more."""
 
     def forward(self, features: torch.Tensor) -> Any:
         return checkpoint(self.layer, features.tanh(), use_reentrant=False)
 
 
-class ValueBranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3).double()
+class Checkpointed(Classifier):
+    network = RecomputedLayer
 
+
+class ValueBranch(Layer):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         outputs = self.layer(features)
         return outputs if outputs.sum() > 0 else outputs.square()
 
 
 class BranchingNetwork(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = ValueBranch()
+    network = ValueBranch
 
 
 @pytest.mark.quick_cases(6)
@@ -504,7 +485,7 @@ def test_steps_computed_at_once_and_one_by_one(
     data = partial(loader, 42, shuffle=shuffle)
     with caplog.at_level("INFO"):
         strategy, _, _ = ensemble(seed, module, data)
-    assert difference(strategy, states_alone(seed, 3, module, data)) <= CLOSE
+    assert_members(states_alone(seed, 3, module, data), strategy, CLOSE)
     said = re.findall("computed one by one: (.*)", caplog.text)
     assert len(said) == bool(reason)
     assert re.search(reason, "".join(said))
@@ -528,7 +509,7 @@ def test_mixed_precision(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         strategy, _, _ = ensemble(seed, Rounded, precision="bf16-mixed")
     assert "one by one" not in caplog.text
-    assert difference(strategy, states_alone(seed, 3, Rounded, precision="bf16-mixed")) <= 0.05
+    assert_members(states_alone(seed, 3, Rounded, precision="bf16-mixed"), strategy, 0.05)
 
 
 class Scaling(Classifier):
@@ -548,7 +529,7 @@ def test_a_step_that_changes_a_batch_of_all_members(mode: str, seed: int) -> Non
     data = partial(loader, shuffle=False)
     strategy, run, _ = ensemble(seed, Scaling, data, mode=mode)
     runs = [alone(seed + member, Scaling, data) for member in range(3)]
-    assert difference(strategy, [model.state_dict() for model, _ in runs]) == 0
+    assert_members([model.state_dict() for model, _ in runs], strategy)
     for member, (_, own) in enumerate(runs):
         assert run.callback_metrics[f"val_loss/member_{member}"] == own.callback_metrics["val_loss"]
 
@@ -568,7 +549,7 @@ def test_parameters_that_a_step_has_changed_before_it_failed(seed: int) -> None:
     with pytest.raises(StepError, match=r"changed parameters in place.*data-dependent.*mode='one_by_one'"):
         ensemble(seed, ClampingOnce)
     strategy, _, _ = ensemble(seed, ClampingOnce, mode="one_by_one")
-    assert difference(strategy, states_alone(seed, 3, ClampingOnce)) == 0
+    assert_members(states_alone(seed, 3, ClampingOnce), strategy)
 
 
 def test_orders_are_those_of_runs_of_their_own_with_a_private_generator() -> None:
@@ -578,14 +559,14 @@ def test_orders_are_those_of_runs_of_their_own_with_a_private_generator() -> Non
     strategy, _, _ = ensemble(11, data=data)
     # The private generators of all members but the first have their seeds.
     expected = [alone(11 + member, data=partial(data, 11 + member))[0].state_dict() for member in range(3)]
-    assert difference(strategy, expected) <= CLOSE
+    assert_members(expected, strategy, CLOSE)
 
 
 @pytest.mark.parametrize("options", [{"drop_last": True}, {"num_workers": 1}], ids=str)
 def test_loaders(options: dict[str, Any], seed: int) -> None:
     data = partial(loader, **options)
     strategy, _, _ = ensemble(seed, data=data)
-    assert difference(strategy, states_alone(seed, 3, data=data)) <= CLOSE
+    assert_members(states_alone(seed, 3, data=data), strategy, CLOSE)
 
 
 def sampled(sampler: Any) -> DataLoader[Any]:
@@ -626,7 +607,7 @@ def test_a_validation_that_shuffles(sampler: Any, seed: int) -> None:
     module = partial(Classifier, dropout=0.3)
     options: Any = {"validation": partial(sampled, sampler)}
     strategy, _, _ = ensemble(seed, module, mode="one_by_one", **options)
-    assert difference(strategy, states_alone(seed, 3, module, **options)) <= CLOSE
+    assert_members(states_alone(seed, 3, module, **options), strategy, CLOSE)
 
 
 def test_one_order_for_all_members(seed: int) -> None:
@@ -652,7 +633,7 @@ def test_one_order_for_all_members(seed: int) -> None:
 def test_a_second_fit_goes_on_with_all_members(seed: int) -> None:
     strategy, _, module = ensemble(seed, partial(Classifier, optimizer="sgd"))
     before = [member.state_dict() for member in strategy.member_modules()]
-    assert difference(strategy, before) == 0.0
+    assert_members(before, strategy)
     run = trainer(strategy, max_epochs=1, limit_train_batches=1)
     run.fit(module, loader(), loader(shuffle=False))
     after = [member.state_dict() for member in strategy.member_modules()]

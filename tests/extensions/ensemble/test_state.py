@@ -1,6 +1,7 @@
 """State of members: logs, predictions, checkpoints and resumption."""
 
 import gc
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics import SumMetric
 
-from equipoise import CheckpointError, ConfigurationError, EnsembleStrategy, StepError, split_ensemble
+from equipoise import CheckpointError, EnsembleStrategy, OOMRecovery, StepError, Trainer, split_ensemble
 from equipoise.extensions.ensemble.gradients import WeightsOfMembers
-from tests.extensions.ensemble.runs import Classifier, alone, difference, ensemble, loader, trainer
+from tests.extensions.ensemble.runs import CLOSE, Classifier, alone, assert_members, ensemble, loader, trainer
+from tests.support.equality import assert_equal
+from tests.support.pairs import pairwise
 from tests.support.trainer_runs import refuses
 
-CLOSE = 1e-10
 SEED = 21
 
 
@@ -60,11 +62,20 @@ def test_predictions_without_a_mean_come_as_a_list() -> None:
     assert all(map(torch.equal, first, expected))
 
 
-@pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor"])
-@pytest.mark.parametrize("steps", [3, 8, 11])
-def test_a_resumed_ensemble_ends_as_an_uninterrupted_one(optimizer: str, steps: int, tmp_path: Path) -> None:
-    """In the middle of a window, at the end of an epoch, and in the second epoch."""
+@pytest.mark.quick_cases(5)
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "before", "after"),
+    [
+        *((*case, "one_by_one", "one_by_one") for case in pairwise(["adam", "sgd", "adafactor"], [3, 8, 11])),
+        ("sgd", 3, "together", "together"),
+        ("adam", 8, "together", "one_by_one"),
+        ("adam", 11, "one_by_one", "together"),
+    ],
+)
+def test_a_resumed_ensemble_ends_as_an_uninterrupted_one(
+    optimizer: str, steps: int, before: str, after: str, tmp_path: Path
+) -> None:
+    """In the middle of a window, at the end of an epoch, and in the second epoch; in the same way or the other."""
     module = partial(Classifier, optimizer=optimizer)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     whole, _, _ = ensemble(SEED, module, mode="one_by_one", **options)
@@ -75,11 +86,11 @@ def test_a_resumed_ensemble_ends_as_an_uninterrupted_one(optimizer: str, steps: 
             if self.trainer.fit_loop.total_batch_idx + 1 == steps:
                 self.trainer.save_checkpoint(tmp_path / "x.ckpt")
 
-    ensemble(SEED, partial(Interrupted, optimizer=optimizer), mode="one_by_one", **options)
+    ensemble(SEED, partial(Interrupted, optimizer=optimizer), mode=before, **options)
     seed_everything(99, verbose=False)
-    strategy, resumed = EnsembleStrategy(members=3, mode="one_by_one"), module()
+    strategy, resumed = EnsembleStrategy(members=3, mode=after), module()
     trainer(strategy, **options).fit(resumed, loader(), loader(shuffle=False), ckpt_path=tmp_path / "x.ckpt")
-    assert difference(strategy, expected) == 0.0
+    assert_members(expected, strategy, 0.0 if before == after == "one_by_one" else CLOSE)
 
 
 def test_files_of_members_are_those_of_runs_of_their_own(tmp_path: Path) -> None:
@@ -91,15 +102,13 @@ def test_files_of_members_are_those_of_runs_of_their_own(tmp_path: Path) -> None
         # 1. The weights, for any program.
         loaded = Classifier.load_from_checkpoint(file)
         expected, _ = alone(SEED + member, max_epochs=1)
-        for found, value in zip(loaded.state_dict().values(), expected.state_dict().values(), strict=True):
-            assert torch.allclose(found, value, rtol=0, atol=CLOSE)
+        assert_equal(expected, loaded, CLOSE)
         # 2. The rest of its run, on one device.
         seed_everything(99, verbose=False)
         resumed = Classifier()
         trainer(max_epochs=2).fit(resumed, loader(), loader(shuffle=False), ckpt_path=file)
         whole, _ = alone(SEED + member)
-        for found, value in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
-            assert torch.allclose(found, value, rtol=0, atol=CLOSE)
+        assert_equal(whole, resumed, CLOSE)
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
@@ -110,18 +119,14 @@ def test_an_evaluation_loads_all_members(weights_only: bool, tmp_path: Path) -> 
     outputs = trainer(EnsembleStrategy(members=3)).predict(
         Classifier(), loader(shuffle=False), ckpt_path=tmp_path / "x.ckpt"
     )
-    assert outputs is not None
-    assert expected is not None
-    for output, again in zip(outputs, expected, strict=True):
-        assert torch.allclose(output["p"], again["p"], rtol=0, atol=CLOSE)
+    assert_equal(expected, outputs, CLOSE)
 
 
 def test_the_checkpoint_is_the_first_members(tmp_path: Path) -> None:
     _, run, _ = ensemble(SEED)
     run.save_checkpoint(tmp_path / "x.ckpt")
     first = Classifier.load_from_checkpoint(tmp_path / "x.ckpt").state_dict()
-    for found, value in zip(first.values(), alone(SEED)[0].state_dict().values(), strict=True):
-        assert torch.allclose(found, value, rtol=0, atol=CLOSE)
+    assert_equal(alone(SEED)[0].state_dict(), first, CLOSE)
     # Not the memory of all members in each tensor.
     assert first["net.0.weight"].untyped_storage().nbytes() == first["net.0.weight"].nbytes
 
@@ -175,6 +180,28 @@ class Clipping(Classifier):
         pass
 
 
+class TwoOptimizers(Classifier):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+
+
+class ForeignParameter(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def with_gradient_hook() -> Classifier:
+    module = Classifier()
+    module.net[0].weight.register_hook(lambda gradient: None)
+    return module
+
+
+def changed_after_its_construction() -> Classifier:
+    module = Classifier()
+    module.net.append(nn.Linear(3, 3).double())
+    return module
+
+
 class Counting(Classifier):
     """Counts its samples by a metric in a dictionary, which is filled at once or in the first step."""
 
@@ -208,9 +235,12 @@ def test_a_metric_in_a_module_dict_is_of_each_member() -> None:
         (ByHand, "automatic_optimization=False"),
         (Lbfgs, "cannot step LBFGS"),
         (Clipping, "configure_gradient_clipping"),
+        (TwoOptimizers, "steps one optimiser for each member, but `configure_optimizers` returned 2"),
+        (ForeignParameter, "a parameter of shape [3] that is none of the module's"),
+        (with_gradient_hook, "The parameter 'net.0.weight' has a hook"),
+        (changed_after_its_construction, "differs from the module that is trained, in net.3.bias, net.3.weight"),
         (Counting, "The metric counts.n (SumMetric) lies in"),
     ],
-    ids=["hyperparameters", "constant", "by hand", "lbfgs", "clipping", "metric in a dictionary"],
 )
 def test_modules_that_are_refused(make: Any, words: str) -> None:
     run = trainer(EnsembleStrategy(members=2))
@@ -253,14 +283,50 @@ def test_members_from_a_factory_with_given_seeds() -> None:
     # Only the strategy holds the members now.
     gc.collect()
     expected = [alone(seed)[0].state_dict() for seed in (5, 50, 7)]
-    assert difference(strategy, expected) <= CLOSE
+    assert_members(expected, strategy, CLOSE)
+
+
+def test_members_that_a_factory_does_not_make_anew_are_refused() -> None:
+    module = Classifier()
+
+    def sharing() -> Classifier:
+        member = Classifier()
+        member.net[0] = module.net[0]
+        return member
+
+    for factory, words in (
+        (lambda: module, "shares net.0.weight"),
+        (lambda: None, "factory must return a new Classifier"),
+        (sharing, "shares net.0.weight, net.0.bias with the module"),
+    ):
+        run = trainer(EnsembleStrategy(members=2, factory=factory))
+        refuses(lambda run=run: run.fit(module, loader(), loader(shuffle=False)), words)
+
+
+def test_there_are_no_members_before_a_run() -> None:
+    refuses(EnsembleStrategy(members=2).member_modules, "There are no members yet")
 
 
 def test_several_devices_are_refused() -> None:
-    from equipoise import Trainer
+    refuses(lambda: Trainer(strategy="ensemble", devices=["cpu", "cpu"], logger=False), "on one device")
 
-    with pytest.raises(ConfigurationError, match="on one device"):
-        Trainer(strategy="ensemble", devices=["cpu", "cpu"], logger=False)
+
+def test_a_step_that_runs_out_of_memory_is_not_repeated_in_parts() -> None:
+    class Hungry(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise torch.OutOfMemoryError("too many samples")
+
+    recovery = OOMRecovery()
+    with pytest.raises(torch.OutOfMemoryError, match="too many samples"):
+        ensemble(SEED, Hungry, callbacks=[recovery])
+    assert "an ensemble does not repeat steps" in recovery.events[0].obstacle
+
+
+def test_the_quicker_way_is_measured_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        ensemble(SEED, mode="auto")
+    ways = "The ensemble's members are trained (side by side|one by one): .* ms for a step of all members side by side"
+    assert re.search(ways, caplog.text)
 
 
 def test_a_scaled_loss_is_refused() -> None:
