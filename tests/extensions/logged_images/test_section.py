@@ -12,7 +12,7 @@ from equipoise import Callback, Trainer
 from equipoise.extensions.logged_images import section as section_module
 from equipoise.extensions.logged_images.section import section
 from equipoise.extensions.report import ReportSection
-from tests.extensions.report.page.test_page import page
+from tests.extensions.report.page.records import page
 from tests.support.callback_runs import Small, loader
 from tests.support.quiet import QUIET
 

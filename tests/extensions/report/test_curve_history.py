@@ -1,5 +1,6 @@
 """Curves by steps as a fit records them: what loggers are handed, at its step."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,51 +94,50 @@ class TestRecorded:
 
 
 class TestLearningRate:
-    def test_the_rate_of_a_scheduler_is_recorded_with_the_values_of_steps(self):
-        curves = by_step(fit(Scheduled(), loader(6), log_every_n_steps=2))
-        assert curves["lr-SGD"] == {1: 0.25, 3: 0.0625, 5: 0.015625}
-
-    def test_a_monitor_changes_nothing_about_it(self):
-        options: dict[str, Any] = {"callbacks": [LearningRateMonitor()], "logger": CSVLogger("logs")}
-        curves = by_step(fit(Scheduled(), loader(6), log_every_n_steps=2, **options))
-        assert curves["lr-SGD"] == {1: 0.25, 3: 0.0625, 5: 0.015625}
+    def test_the_rate_of_a_scheduler_is_recorded_with_the_values_of_steps_beside_a_monitor_or_not(self):
+        monitored: dict[str, Any] = {"callbacks": [LearningRateMonitor()], "logger": CSVLogger("logs")}
+        for options in ({}, monitored):
+            curves = by_step(fit(Scheduled(), loader(6), log_every_n_steps=2, **options))
+            assert curves["lr-SGD"] == {1: 0.25, 3: 0.0625, 5: 0.015625}
 
     def test_without_a_scheduler_there_is_none(self):
         assert set(by_step(fit(Small(), loader(2), log_every_n_steps=1))) == {"loss", "late"}
 
 
-class TestBrokenOff:
-    def run(
-        self, module: Small, *loaders: Any, error: type[BaseException] = ValueError
-    ) -> dict[str, dict[float, float]]:
-        summary = RunSummary(table=False)
-        options = {"max_epochs": 2, "log_every_n_steps": 3, "enable_progress_bar": False, "num_sanity_val_steps": 0}
-        run = trainer(equipoise.Trainer, callbacks=[summary], **options)
-        with pytest.raises(error, match="stop"):
-            run.fit(module, *loaders)
-        assert run.metric_listeners == []
-        return by_step(summary)
+def fails_at(place: Callable[[Any, str, int], bool]) -> Small:
+    def step(module: Any, stage: str, batch_idx: int) -> None:
+        if place(module, stage, batch_idx):
+            raise ValueError("stop")
 
-    def test_a_step_that_fails_before_it_logs_leaves_the_values_of_the_step_before(self):
-        def fail(module: Any, stage: str, batch_idx: int) -> None:
-            if module.global_step == 7:
-                raise ValueError("stop")
+    return Small(step)
 
-        assert self.run(Small(fail), loader(10)) == {"loss": {2: 2, 5: 5, 6: 6}}
 
-    def test_a_failure_in_the_first_steps_leaves_a_curve(self):
-        def fail(module: Any, stage: str, batch_idx: int) -> None:
-            if module.global_step == 1:
-                raise ValueError("stop")
+class FailsAfterLogging(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 7:
+            raise ValueError("stop")
+        return loss
 
-        assert self.run(Small(fail), loader(10)) == {"loss": {0: 0}}
 
-    def test_a_validation_that_fails_leaves_no_values_of_its_own(self):
-        def fail(module: Any, stage: str, batch_idx: int) -> None:
-            if stage == "val" and batch_idx == 1:
-                raise ValueError("stop")
-
-        assert self.run(Small(fail), loader(4), loader(2)) == {"loss": {2: 2}}
+@pytest.mark.parametrize(
+    ("module", "batches", "expected"),
+    [
+        (fails_at(lambda module, stage, batch_idx: module.global_step == 7), 10, {2: 2, 5: 5, 6: 6}),
+        (FailsAfterLogging(), 10, {2: 2, 5: 5, 7: 7}),
+        (fails_at(lambda module, stage, batch_idx: module.global_step == 1), 10, {0: 0}),
+        (fails_at(lambda module, stage, batch_idx: stage == "val" and batch_idx == 1), 4, {2: 2}),
+    ],
+    ids=["before it logs", "after it logged", "in the first steps", "in a validation"],
+)
+def test_a_fit_that_fails_leaves_the_last_values(module: Small, batches: int, expected: dict[float, float]):
+    summary = RunSummary(table=False)
+    options = {"max_epochs": 2, "log_every_n_steps": 3, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    run = trainer(equipoise.Trainer, callbacks=[summary], **options)
+    with pytest.raises(ValueError, match="stop"):
+        run.fit(module, loader(batches), loader(2))
+    assert run.metric_listeners == []
+    assert by_step(summary) == {"loss": expected}
 
 
 class TestResumed:

@@ -56,13 +56,20 @@ def step_of(clock: Clock, seconds: dict[str, float]) -> Callable[[Any, str, int]
     return lambda module, stage, batch_idx: clock.tick(seconds.get(stage, 0.0))
 
 
+def fit(callbacks: list[L.Callback], *loaders: Any, cls: type = L.Trainer, module: Any = None, **options: Any) -> Any:
+    """Fit for an epoch without a progress bar, and return the trainer."""
+    run = trainer(cls, callbacks=callbacks, **{"max_epochs": 1, "enable_progress_bar": False, **options})
+    run.fit(module or Small(), *loaders)
+    return run
+
+
 class TestTable:
     @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
-    def test_a_fit(self, plain: io.StringIO, clock: Clock, tmp_path: Path, cls: type):
+    def test_the_table_of_a_fit(self, plain: io.StringIO, clock: Clock, tmp_path: Path, cls: type):
         best = ModelCheckpoint(tmp_path / "best", monitor="val_acc", mode="max", filename="{epoch}")
-        options = {"max_epochs": 3, "enable_checkpointing": True, "enable_progress_bar": False}
-        run = trainer(cls, callbacks=[RunSummary(), best], num_sanity_val_steps=1, **options)
-        run.fit(Scored(step_of(clock, {"train": 0.5, "val": 3.0})), loader(8, batch_size=16), loader(2))
+        options = {"max_epochs": 3, "enable_checkpointing": True, "num_sanity_val_steps": 1}
+        module = Scored(step_of(clock, {"train": 0.5, "val": 3.0}))
+        fit([RunSummary(), best], loader(8, batch_size=16), loader(2), cls=cls, module=module, **options)
         text = plain.getvalue()
         assert "Fit finished" in text
         memory = rows(text).pop("peak memory")
@@ -87,34 +94,31 @@ class TestTable:
         assert "Best checkpoint: best/epoch=1.ckpt\n" in text
         assert all(line.isprintable() for line in text.split("\n"))
 
-    def test_the_peak_is_that_of_the_process(self, plain: io.StringIO, monkeypatch: pytest.MonkeyPatch):
-        peaks: list[int | None] = []
+    def test_the_peak_is_that_of_the_process_also_in_the_report(
+        self, plain: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    ):
+        peaks: list[str] = []
 
         def noted(device: Any) -> int | None:
             # The peak may grow after the run.
-            peaks.append(peak_of_process(device))
-            return peaks[-1]
+            peak = peak_of_process(device)
+            peaks.append(format_bytes(peak))
+            return peak
 
         monkeypatch.setattr(read_trainer, "peak_of_process", noted)
-        trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
-        (peak,) = peaks
-        assert peak is not None
-        assert rows(plain.getvalue())["peak memory"] == format_bytes(peak)
-
-    def test_the_report_states_the_same_peak(self, plain: io.StringIO):
-        callbacks = [MemoryLogger(), RunSummary(), RunReport()]
-        trainer(callbacks=callbacks, max_epochs=1, enable_progress_bar=False).fit(Small(), loader(1))
-        peak = rows(plain.getvalue())["peak memory"]
+        fit([MemoryLogger(), RunSummary(), RunReport()], loader(1))
+        shown = rows(plain.getvalue())["peak memory"]
+        assert shown in peaks
         (page,) = Path().rglob("report.html")
-        assert f"<dt>peak memory, cpu</dt><dd>{peak}</dd>" in page.read_text(encoding="utf-8")
+        assert f"<dt>peak memory, cpu</dt><dd>{shown}</dd>" in page.read_text(encoding="utf-8")
 
-    @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
-    @pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_steps": 11}])
+    @pytest.mark.parametrize(
+        ("cls", "options"),
+        [(L.Trainer, {"max_epochs": 2}), (L.Trainer, {"max_steps": 11}), (equipoise.Trainer, {"max_steps": 11})],
+    )
     def test_the_report_ends_with_the_same_values(self, plain: io.StringIO, cls: type, options: dict[str, int]):
         """Loggers receive every third step; the last one is another."""
-        callbacks = [RunSummary(), RunReport()]
-        run = trainer(cls, callbacks=callbacks, log_every_n_steps=3, enable_progress_bar=False, **options)
-        run.fit(Small(), loader(7), loader(2))
+        run = fit([RunSummary(), RunReport()], loader(7), loader(2), cls=cls, log_every_n_steps=3, **options)
         shown = rows(plain.getvalue())
         (file,) = Path().rglob("run.json")
         ends = {name: values[-1] for name, (_, values) in json.loads(file.read_text())["curves"].items()}
@@ -123,10 +127,8 @@ class TestTable:
 
     def test_values_are_those_lightning_holds_at_the_end(self, plain: io.StringIO):
         summary = RunSummary(table=False)
-        run = trainer(
-            callbacks=[summary, LearningRateMonitor()], max_epochs=2, logger=CSVLogger("."), enable_progress_bar=False
-        )
-        run.fit(Scored(), loader(8), [loader(2), loader(2)])
+        options = {"max_epochs": 2, "logger": CSVLogger("."), "module": Scored()}
+        run = fit([summary, LearningRateMonitor()], loader(8), [loader(2), loader(2)], **options)
         last = {name: curve[max(curve)] for name, curve in summary.history.items()}
         held = {name: float(value) for name, value in run.callback_metrics.items()}
         forks = ["train_loss_step", "train_loss_epoch"]
@@ -135,7 +137,7 @@ class TestTable:
         assert plain.getvalue() == ""
 
     @pytest.mark.parametrize("first", [True, False])
-    def test_it_stands_below_the_bar(self, terminal: Terminal, clock: Clock, first: bool):
+    def test_the_table_stands_below_the_progress_bar(self, terminal: Terminal, clock: Clock, first: bool):
         callbacks = [RunSummary(), ProgressBar()]
         trainer(callbacks=callbacks if first else callbacks[::-1], max_epochs=1).fit(
             Small(step_of(clock, {"train": 1.0})), loader(3)
@@ -145,42 +147,34 @@ class TestTable:
         assert "Fit finished" in "".join(lines[1:4])
         assert terminal.wrapped == []
 
-    def test_no_validation_no_checkpoint(self, plain: io.StringIO):
-        trainer(callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(2))
+    def test_a_run_without_validation_and_checkpoint_names_none(self, plain: io.StringIO):
+        fit([RunSummary()], loader(2))
         assert list(rows(plain.getvalue()))[:2] == ["loss", "late"]
         assert "heckpoint" not in plain.getvalue()
 
     def test_a_checkpoint_that_monitors_nothing(self, plain: io.StringIO, tmp_path: Path):
         saving = ModelCheckpoint(tmp_path, filename="last")
-        run = trainer(
-            callbacks=[RunSummary(), saving],
-            max_epochs=1,
-            enable_checkpointing=True,
-            enable_progress_bar=False,
-        )
-        run.fit(Small(), loader(2))
+        fit([RunSummary(), saving], loader(2), enable_checkpointing=True)
         assert "Checkpoint: last.ckpt\n" in plain.getvalue()
         assert "best" not in rows(plain.getvalue())
 
     @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
-    def test_zero_epochs(self, plain: io.StringIO, tmp_path: Path, cls: type):
-        trainer(cls, callbacks=[RunSummary()], max_epochs=0, enable_progress_bar=False).fit(Small(), loader(2))
+    def test_the_table_of_zero_epochs(self, plain: io.StringIO, tmp_path: Path, cls: type):
+        fit([RunSummary()], loader(2), cls=cls, max_epochs=0)
         shown = rows(plain.getvalue())
         assert (shown["epochs"], shown["steps"]) == ("0", "0")
         assert not {"samples per second", "time per epoch", "loss"} & shown.keys()
         assert list(tmp_path.iterdir()) == []
 
     def test_a_fast_dev_run_writes_no_file(self, plain: io.StringIO, tmp_path: Path):
-        trainer(callbacks=[RunSummary()], fast_dev_run=True, enable_progress_bar=False).fit(
-            Small(), loader(9), loader(9)
-        )
+        fit([RunSummary()], loader(9), loader(9), fast_dev_run=True)
         assert rows(plain.getvalue())["steps"] == "1"
         assert list(tmp_path.iterdir()) == []
 
     def test_a_picture_is_no_longer_drawn(self, plain: io.StringIO, tmp_path: Path):
         with pytest.warns(FutureWarning, match=r"RunSummary\(curves=\.\.\.\) has no effect.*report\.html"):
             summary = RunSummary(curves=True)
-        trainer(callbacks=[summary], max_epochs=1, enable_progress_bar=False).fit(Small(), loader(2))
+        fit([summary], loader(2))
         assert "Fit finished" in plain.getvalue()
         assert list(tmp_path.iterdir()) == []
 
@@ -198,7 +192,7 @@ class TestInterrupted:
     @pytest.mark.parametrize(
         ("error", "title"), [(KeyboardInterrupt, "Fit interrupted"), (ValueError, "Fit stopped by ValueError")]
     )
-    def test_there_is_what_there_is(
+    def test_a_broken_fit_shows_what_it_has(
         self, plain: io.StringIO, clock: Clock, tmp_path: Path, error: type[BaseException], title: str, cls: type
     ):
         run = trainer(cls, callbacks=[RunSummary()], max_epochs=5, enable_progress_bar=False, num_sanity_val_steps=0)
@@ -235,16 +229,14 @@ class TestInterrupted:
 class TestHistory:
     def test_validations_within_an_epoch_stand_at_their_fraction(self):
         summary = RunSummary(table=False)
-        run = trainer(callbacks=[summary], max_epochs=2, val_check_interval=0.25, enable_progress_bar=False)
-        run.fit(Small(), loader(8), loader(1))
+        fit([summary], loader(8), loader(1), max_epochs=2, val_check_interval=0.25)
         assert list(summary.history["val_loss"]) == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
         assert summary.history["loss"] == {1.0: 7.0, 2.0: 15.0}
         assert summary.history["late"] == {1.0: 100.0, 2.0: 101.0}
 
     def test_epochs_without_validation_have_no_value_of_it(self):
         summary = RunSummary(table=False)
-        run = trainer(callbacks=[summary], max_epochs=4, check_val_every_n_epoch=2, enable_progress_bar=False)
-        run.fit(Small(), loader(2), loader(1))
+        fit([summary], loader(2), loader(1), max_epochs=4, check_val_every_n_epoch=2)
         assert summary.history["val_loss"] == {2.0: 11.0, 4.0: 13.0}
         assert list(summary.history["loss"]) == [1.0, 2.0, 3.0, 4.0]
 
@@ -262,7 +254,7 @@ class TestHistory:
         resumed = RunSummary()
         make(3, resumed).fit(Small(), loader(4), loader(1), ckpt_path=tmp_path / "last.ckpt")
         whole = RunSummary(table=False)
-        trainer(cls, callbacks=[whole], max_epochs=3, enable_progress_bar=False).fit(Small(), loader(4), loader(1))
+        fit([whole], loader(4), loader(1), cls=cls, max_epochs=3)
         assert resumed.history == whole.history
         assert whole.history["late"] == {1.0: 100.0, 2.0: 101.0, 3.0: 102.0}
         shown = rows(plain.getvalue().lstrip("\0"))
@@ -281,8 +273,7 @@ class TestHistory:
     def test_another_fit_with_the_same_callback_begins_anew(self):
         summary = RunSummary(table=False)
         for epochs in (3, 1):
-            run = trainer(callbacks=[summary], max_epochs=epochs, val_check_interval=0.5, enable_progress_bar=False)
-            run.fit(Small(), loader(4), loader(1))
+            fit([summary], loader(4), loader(1), max_epochs=epochs, val_check_interval=0.5)
         assert summary.history["val_loss"] == {0.5: 10.0, 1.0: 10.0}
 
     def test_state_survives_pickle_and_deepcopy(self):

@@ -7,20 +7,13 @@ import re
 import pytest
 
 from equipoise.extensions.report.page.treemap import Box, fold, squarify, tree_map
-from equipoise.memory.records import CATEGORIES, Composition, TensorRecord
+from equipoise.memory.records import CATEGORIES, TensorRecord
 from tests.extensions.common.page.parsing import Element, parse
-
-
-def holder(module: str, nbytes: int, **given: object) -> TensorRecord:
-    values = {"category": "activation", "name": "linear", "shape": (2, 3), "dtype": "float32", **given}
-    return TensorRecord(module=module, nbytes=nbytes, **values)
+from tests.extensions.report.page.records import composition, holder
 
 
 def draw_tree(holders: list[TensorRecord]) -> Element:
-    total = sum(each.nbytes for each in holders)
-    return parse(
-        tree_map(Composition(step=0, phase="forward", device="cpu", nbytes=total, holders=tuple(holders)))
-    ).one("svg", "treemap")
+    return parse(tree_map(composition(*holders))).one("svg", "treemap")
 
 
 def box_of(element: Element) -> Box:
@@ -29,17 +22,11 @@ def box_of(element: Element) -> Box:
     return Box(10.8 * float(x[:-1]), float(y), 10.8 * float(width[:-1]), float(height))
 
 
-def overlap(a: Box, b: Box) -> float:
+def common(a: Box, b: Box) -> tuple[float, float]:
+    """Return width and height of what two boxes have in common; one of them is negative where they lie apart."""
     width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
     height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
-    return max(width, 0) * max(height, 0)
-
-
-def depth(a: Box, b: Box) -> float:
-    """Return the distance by which two boxes would have to be moved apart."""
-    width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
-    height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
-    return min(width, height)
+    return width, height
 
 
 def random_holders(draw: random.Random, count: int) -> list[TensorRecord]:
@@ -53,7 +40,7 @@ def random_holders(draw: random.Random, count: int) -> list[TensorRecord]:
 
 
 class TestSquarify:
-    @pytest.mark.parametrize("count", [1, 2, 3, 10, 150])
+    @pytest.mark.parametrize("count", [1, 2, 150])
     def test_cells_fill_the_box_in_proportion(self, count: int):
         seed = random.randrange(2**32)
         print("seed", seed)
@@ -70,7 +57,8 @@ class TestSquarify:
             assert cell.y + cell.height <= box.y + box.height + 1e-6
         for index, cell in enumerate(cells):
             for other in cells[:index]:
-                assert overlap(cell, other) <= 1e-6 * area / count
+                width, height = common(cell, other)
+                assert max(width, 0) * max(height, 0) <= 1e-6 * area / count
 
     def test_the_example_of_the_paper(self):
         """Bruls, Huizing and van Wijk, figure 4: areas 6, 6, 4, 3, 2, 2, 1 in a box of 6 by 4."""
@@ -88,7 +76,7 @@ class TestSquarify:
     def test_equal_sizes_are_squares(self):
         assert {(cell.width, cell.height) for cell in squarify([1.0] * 16, Box(0, 0, 8, 8))} == {(2.0, 2.0)}
 
-    def test_nothing_and_no_room(self):
+    def test_no_sizes_have_no_cells_and_no_room_empty_ones(self):
         assert squarify([], Box(0, 0, 1, 1)) == []
         assert all(cell.width * cell.height == 0 for cell in squarify([3, 2, 1], Box(0, 0, 0, 5)))
 
@@ -136,7 +124,7 @@ class TestPicture:
         assert len(cells) == 150
         for index, cell in enumerate(cells):
             for other in cells[:index]:
-                assert depth(cell, other) <= 0.03  # places are rounded
+                assert min(common(cell, other)) <= 0.03  # places are rounded
 
     def test_areas_are_in_proportion_within_a_module(self):
         sizes = [2**20 * size for size in (8, 4, 2, 1, 1)]
@@ -157,5 +145,5 @@ class TestPicture:
         groups = draw_tree([*holders, holder("net.head", 100)]).all("svg", "group")
         assert {group.one("title").text.split("\n")[0] for group in groups} >= {"net.body", "net.head", "net.body.0"}
 
-    def test_nothing_at_all(self):
+    def test_no_memory_has_no_cells(self):
         assert draw_tree([]).all("svg", "cell") == []
