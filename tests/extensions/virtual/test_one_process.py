@@ -1,7 +1,6 @@
 """Several devices in one process, with a copy of the module on each, end with the bits of one device."""
 
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,58 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise import VirtualDevicesStrategy
+from equipoise import BalancedDataParallelStrategy, VirtualDevicesStrategy
 from equipoise.extensions.virtual.parts.part_shares import PartTimes
-from tests.extensions.virtual.test_faults import Averaging, Sparse
-from tests.extensions.virtual.test_strategy import (
-    Noisy,
-    Plain,
-    SaveAfter,
-    Skipping,
-    Weighed,
-    assert_equal,
-    on_one_device,
-    run,
-)
-from tests.support.trainer_runs import refuses
+from tests.extensions.virtual.modules import Noisy, Plain, Recurrent, Skipping, Sparse, Stateful, Weighed
+from tests.extensions.virtual.runs import OF_DEVICES, SaveAfter, on_one_device, run
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse [CB]S")
-
-
-class Recurrent(Noisy):
-    """Weights that lie in one block of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(6, 12, 2, batch_first=True, dropout=0.2)
-        self.net = nn.Sequential(nn.Linear(12, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(self._computed(batch), batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(self._computed(batch), batch_idx)
-
-    def _computed(self, batch: Any) -> Any:
-        features, targets = batch
-        return self.inner(features[:, None])[0][:, 0], targets
-
-
-class WithoutSeldom(Recurrent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seldom_used = nn.Linear(12, 1)
-
-
-class Seen(Noisy):
-    """Notes which module computes each part."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        SEEN.append(self)
-        return super().training_step(batch, batch_idx)
-
-
-SEEN: list[nn.Module] = []
 
 
 class OtherShares(L.Callback):
@@ -74,41 +29,30 @@ class OtherShares(L.Callback):
         trainer.strategy._strategy.shares = self.choice.choices((1, 2, 5), k=3)
 
 
-@cache
-def on_one(kind: type[Noisy], **options: Any) -> dict[str, Any]:
-    return run(kind, 1, **options)
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a clipped window": (Noisy, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+    "bfloat16": (Noisy, {"precision": "bf16-mixed"}),
+    "other shares and count": (Noisy, {"count": 5, "shares": (1, 4, 2)}),
+    "measured shares": (Noisy, {"shares": "auto"}),
+    "shares that change": (Noisy, {"callbacks": [OtherShares(4)]}),
+    "loss weights": (Weighed, {}),
+    "parts without a loss": (Skipping, {}),
+    "weights in one block of memory": (Recurrent, {}),
+    "sparse and strided gradients": (Sparse, {}),
+    "buffers and attributes that the step changes": (Stateful, {}),
+    "fewer samples than virtual devices": (Plain, {"batch_size": 28}),
+}
 
 
-@pytest.mark.parametrize("kind", [Noisy, Weighed, Skipping, WithoutSeldom, Sparse, Averaging])
-def test_equal_to_the_bit(kind: type[Noisy]) -> None:
-    assert_equal(run(kind, 3, one_process=True), on_one_device(kind))
+@pytest.mark.parametrize("name", RUNS)
+def test_devices_of_one_process_have_the_bits_of_one_device(name: str) -> None:
+    kind, options = RUNS[name]
+    alone = {option: value for option, value in options.items() if option not in (*OF_DEVICES, "callbacks")}
+    assert_equal(on_one_device(kind, **alone), run(kind, 3, one_process=True, **options))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
-        {"precision": "bf16-mixed"},
-        {"count": 5, "shares": (1, 4, 2)},
-    ],
-    ids=str,
-)
-def test_options(options: dict[str, Any]) -> None:
-    expected = {name: value for name, value in options.items() if name != "shares"}
-    assert_equal(run(Noisy, 3, one_process=True, **options), on_one(Noisy, **expected))
-
-
-def test_shares_follow_the_load() -> None:
-    assert_equal(run(Noisy, 3, one_process=True, callbacks=[OtherShares(4)]), on_one_device(Noisy))
-
-
-def test_measured_shares() -> None:
-    state = run(Noisy, 3, one_process=True, shares="auto")
-    assert_equal(state, on_one_device(Noisy))
-
-
-def test_devices_finish_together() -> None:
-    """A part takes one second on the first device, and three on the second."""
+def test_shares_follow_the_measured_times() -> None:
+    """A part takes one second on the first device, and three on the second, so that both finish together."""
     seconds = [0.0]
     times = PartTimes([torch.device("cpu")] * 2, clock=lambda: seconds[0])
     for step in range(5):
@@ -118,11 +62,28 @@ def test_devices_finish_together() -> None:
         assert times.end_step(8) == ([6, 2] if step == 4 else None)
 
 
-def test_fewer_samples_than_virtual_devices() -> None:
-    assert_equal(run(Plain, 3, one_process=True, batch_size=28), on_one_device(Plain, batch_size=28))
+def test_shares_are_set_by_callbacks() -> None:
+    class Sharing(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            trainer.strategy.shares = [1, 3]
+
+    for strategy in (VirtualDevicesStrategy(count=4, one_process=True), BalancedDataParallelStrategy(shares=[1, 1])):
+        trainer(strategy=strategy, devices=2, callbacks=[Sharing()]).fit(Small(), loader(2, 8))
+        assert strategy.shares == [1, 3]
 
 
-def test_each_device_has_a_copy() -> None:
+SEEN: list[nn.Module] = []
+
+
+class Seen(Noisy):
+    """Notes which module computes each part."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        SEEN.append(self)
+        return super().training_step(batch, batch_idx)
+
+
+def test_each_device_has_a_copy_of_the_module() -> None:
     SEEN.clear()
     run(Seen, 3, one_process=True, shares=[1, 1, 2])
     places = [SEEN.index(module) for module in SEEN[:8]]
@@ -130,30 +91,41 @@ def test_each_device_has_a_copy() -> None:
     assert places == [0, 0, 2, 2, 4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("batches", [3, 7])
-def test_continues_with_other_devices(tmp_path: Path, batches: int) -> None:
+@pytest.mark.parametrize(
+    ("batches", "continued"),
+    [(3, {"one_process": True}), (7, {"one_process": True}), pytest.param(4, {}, marks=pytest.mark.slow)],
+)
+def test_a_run_continues_on_other_devices(tmp_path: Path, batches: int, continued: dict[str, Any]) -> None:
+    """Within an epoch of five batches and a window of three, and in several processes."""
     path = tmp_path / "x.ckpt"
     options: dict[str, Any] = {"accumulate_grad_batches": 3}
     run(Noisy, 3, one_process=True, callbacks=[SaveAfter(batches, path)], **options)
-    assert_equal(run(Noisy, 2, one_process=True, ckpt_path=path, **options), on_one(Noisy, **options))
+    assert_equal(on_one_device(Noisy, **options), run(Noisy, 2, ckpt_path=path, **continued, **options))
 
 
-@pytest.mark.slow
-def test_continues_in_several_processes(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    run(Noisy, 3, one_process=True, callbacks=[SaveAfter(4, path)])
-    assert_equal(run(Noisy, 2, ckpt_path=path), on_one_device(Noisy))
+class Lazy(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(1))
 
 
-def test_what_is_refused() -> None:
-    class Lazy(Noisy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.LazyLinear(1))
+@pytest.mark.parametrize(
+    ("kind", "devices", "options", "words"),
+    [
+        (Lazy, 2, {}, ["net.0 is lazy"]),
+        (Noisy, 2, {"shares": [1, 2, 3]}, ["3 numbers for 2 devices"]),
+        (Noisy, 3, {"count": 2}, ["count=2", "3 real ones"]),
+        (Noisy, 2, {"callbacks": [OtherShares(1)]}, ["3 numbers for 2 devices"]),
+        (Noisy, 1, {"one_process": False, "callbacks": [OtherShares(1)]}, ["Set `shares` between two runs"]),
+    ],
+)
+def test_runs_that_are_refused(kind: Any, devices: int, options: dict[str, Any], words: list[str]) -> None:
+    refuses(lambda: run(kind, devices, **{"one_process": True, **options}), *words)
 
-    refuses(lambda: run(Lazy, 2, one_process=True), "net.0 is lazy")
-    refuses(lambda: VirtualDevicesStrategy(shares="auto"), "give one_process=True")
-    refuses(lambda: run(Noisy, 2, one_process=True, shares=[1, 2, 3]), "3 numbers for 2 devices")
-    refuses(lambda: run(Noisy, 3, one_process=True, count=2), "count=2", "3 real ones")
-    refuses(lambda: run(Noisy, 2, one_process=True, callbacks=[OtherShares(1)]), "3 numbers for 2 devices")
-    refuses(lambda: run(Noisy, 1, callbacks=[OtherShares(1)]), "Set `shares` between two runs")
+
+def test_a_launcher_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+    for name, value in {**values, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+    strategy = VirtualDevicesStrategy(one_process=True)
+    refuses(lambda: strategy.connect([torch.device("cpu")] * 2, 2), "a launcher has started 2")

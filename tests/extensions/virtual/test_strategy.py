@@ -1,223 +1,192 @@
-"""Weights and states of optimisers are the same to the bit on one device and on several processes."""
+"""A run in several processes has the bits of one on one device: weights, logged values, states of optimisers."""
 
-import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score
+from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
-from equipoise import Trainer, VirtualDevicesStrategy
-from tests.support.trainer_runs import refuses
+from tests.extensions.virtual.modules import (
+    SAMPLES,
+    Augmented,
+    FirstPartSkipped,
+    InCoordinates,
+    LoggingHooks,
+    Neighbours,
+    Noisy,
+    Plain,
+    RandomHooks,
+    Reading,
+    Skipping,
+    Sparse,
+    Stateful,
+    Texts,
+    Weighed,
+    noisy_collate,
+)
+from tests.extensions.virtual.runs import SaveAfter, expected_of, on_one_device, rows, run, small_trainer
+from tests.support.equality import assert_equal
+from tests.support.pairs import pairwise
+from tests.support.trainer_runs import refuses, trainer
 
-SAMPLES = 115
+pytestmark = pytest.mark.filterwarnings("ignore:The val loader shuffles", "ignore:Sparse CSR tensor support is in beta")
 
-
-class Noisy(L.LightningModule):
-    """Statistics of a batch, dropout, and numbers of three generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1)]
-        self.net = nn.Sequential(*layers)
-        self.seldom_used = nn.Linear(6, 1)
-        self.mean = MeanMetric()
-        self.metrics = MetricCollection([MeanSquaredError(), R2Score()])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features, targets = batch
-        noise = torch.from_numpy(np.random.randn(*features.shape)).float()
-        outputs = self.net(features * random.uniform(0.9, 1.1) + 0.01 * noise)
-        if features[0, 0] > 1:
-            outputs = outputs + self.seldom_used(features)
-        loss = nn.functional.mse_loss(outputs, targets)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.mean(outputs.detach())
-        self.log("mean", self.mean)
-        self.log("largest", outputs.detach().max(), reduce_fx="max")
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        features, targets = batch
-        outputs = self.net(features)
-        self.log("val_loss", nn.functional.mse_loss(outputs, targets))
-        self.metrics.update(outputs, targets)
-        self.log_dict(self.metrics)
-        self.log("val_sum", targets.sum(), reduce_fx="sum")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+WINDOW = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+WORKERS = {"num_workers": 2, "persistent_workers": True}
+RANDOM_DATA = {"data": Augmented(), "collate_fn": noisy_collate, **WORKERS}
+WEIGHTS = torch.arange(1.0, SAMPLES + 1).tolist()
 
 
-class Weighed(Noisy):
-    """The loss weighs as much as its targets do."""
+class ReadsWhatOneLogged(L.Callback):
+    """Each process has the value that one process has logged."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "loss_weight": batch[1].abs().sum()}
-
-
-class Skipping(Noisy):
-    """Some parts have no loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if batch[0][0, 1] > 0.5 else loss
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        assert trainer.callback_metrics["first"] == 0.5 / (1 + trainer.current_epoch)
 
 
-class SaveAfter(L.Callback):
-    """Saves a checkpoint after a number of batches, and ends the run."""
-
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches = batches
-        self.path = path
-        self.seen = 0
-
-    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
-        self.seen += 1
-        if self.seen == self.batches:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
-def run(kind: type[Noisy], devices: int, *, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
-    """Train, and return the weights and the state of the optimiser."""
-    L.seed_everything(5, verbose=False)
-    module = kind()
-    draw = torch.Generator().manual_seed(3)
-    features = torch.randn(SAMPLES, 6, generator=draw)
-    data = options.pop("data", TensorDataset(features, features.sum(1, keepdim=True)))
-    names = ("collate_fn", "num_workers", "persistent_workers", "sampler", "shuffle", "batch_size")
-    of_loader = {"shuffle": True, "batch_size": 24} | {name: options.pop(name) for name in names if name in options}
-    fixed = TensorDataset(features, features.sum(1, keepdim=True))
-    val_loader = options.pop("val", None)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+def random_evaluation(**options: Any) -> dict[str, Any]:
+    return {
+        "val": DataLoader(Augmented(), batch_size=10, **options),
+        "num_sanity_val_steps": 1,
+        "val_check_interval": 2,
     }
-    of_strategy = {name: options.pop(name) for name in ("count", "shares", "one_process") if name in options}
-    strategy = VirtualDevicesStrategy(**of_strategy)
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **quiet, **options)
-    loaders = DataLoader(data, **of_loader), val_loader or DataLoader(fixed, batch_size=10)
-    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
-    state = {**module.state_dict(), **trainer.callback_metrics}
-    assert {
-        "loss_step",
-        "loss_epoch",
-        "largest",
-        "mean",
-        "MeanSquaredError",
-        "R2Score",
-        "val_loss",
-        "val_sum",
-    } <= state.keys()
-    for index, entries in trainer.optimizers[0].state_dict()["state"].items():
-        state |= {f"{index}.{name}": value for name, value in entries.items()}
-    return state
 
 
-@cache
-def on_one_device(kind: type[Noisy], **options: Any) -> dict[str, Any]:
-    return run(kind, 1, **options)
-
-
-def assert_equal(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert state.keys() == expected.keys()
-    different = [
-        name for name in expected if not torch.equal(torch.as_tensor(state[name]), torch.as_tensor(expected[name]))
-    ]
-    assert not different
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Noisy, Weighed, Skipping])
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}], ids=["", "window"])
-@pytest.mark.parametrize("devices", [2, 3])
-def test_equal_to_the_bit(kind: type[Noisy], devices: int, options: dict[str, Any]) -> None:
-    assert_equal(run(kind, devices, **options), on_one_device(kind, **options))
+RUNS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "six parts on four processes": (Noisy, 4, {"count": 6}),
+    "unequal devices": (Noisy, 2, {"shares": [1, 3]}),
+    "unequal devices in bfloat16": (Noisy, 2, {"shares": [1, 3], "precision": "bf16-mixed"}),
+    "a process without a part in the last step": (Plain, 2, {"batch_size": 28}),
+    "a process without a part in the first step": (Plain, 2, {"limit_train_batches": 1, "batch_size": 3}),
+    "the first part has no loss": (FirstPartSkipped, 2, {}),
+    "buffers and attributes that the step changes": (Stateful, 3, {}),
+    "sparse and strided gradients": (Sparse, 3, {}),
+    "sparse and strided gradients of a window": (Sparse, 3, {"accumulate_grad_batches": 3}),
+    "sparse buffers by rows": (Neighbours, 2, {}),
+    "sparse buffers in coordinates": (InCoordinates, 2, {}),
+    "logs of hooks": (
+        LoggingHooks,
+        2,
+        {"callbacks": [L.pytorch.callbacks.EarlyStopping("first"), ReadsWhatOneLogged()], "num_sanity_val_steps": 0},
+    ),
+    "hooks and evaluations that draw": (RandomHooks, 3, random_evaluation()),
+    "a shuffled evaluation": (RandomHooks, 2, random_evaluation(shuffle=True, num_workers=1)),
+    "random data": (Noisy, 3, {"data": Augmented()}),
+    "random data of workers": (Noisy, 3, RANDOM_DATA),
+    "a weighted sampler": (
+        Noisy,
+        2,
+        {**RANDOM_DATA, "sampler": WeightedRandomSampler(WEIGHTS, SAMPLES), "shuffle": None},
+    ),
+    "samples that are read together": (Reading, 2, {"data": Texts()}),
+    "a subset of them": (Reading, 2, {"data": Subset(Texts(), range(SAMPLES))}),
+}
 
 
 @pytest.mark.slow
-def test_six_parts_on_four_processes() -> None:
-    assert_equal(run(Noisy, 4, count=6), on_one_device(Noisy, count=6))
+@pytest.mark.parametrize("name", RUNS)
+def test_processes_have_the_bits_of_one_device(name: str) -> None:
+    kind, devices, options = RUNS[name]
+    assert_equal(expected_of(kind, options), run(kind, devices, **options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_unequal_devices(precision: Any) -> None:
-    assert_equal(run(Noisy, 2, shares=[1, 3], precision=precision), run(Noisy, 1, precision=precision))
+@pytest.mark.parametrize(("kind", "options", "devices"), pairwise([Noisy, Weighed, Skipping], [{}, WINDOW], [2, 3]))
+def test_losses_and_windows_have_the_bits_of_one_device(kind: Any, options: dict[str, Any], devices: int) -> None:
+    assert_equal(on_one_device(kind, **options), run(kind, devices, **options))
 
 
-class Plain(Noisy):
-    """Layers that take parts of one sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 1))
-
-
-@pytest.mark.slow
-def test_fewer_samples_than_virtual_devices() -> None:
-    """The last step has three samples, of which the second process has none."""
-    assert_equal(run(Plain, 2, batch_size=28), on_one_device(Plain, batch_size=28))
-
-
-def test_another_number_of_parts_is_another_run() -> None:
+def test_another_number_of_virtual_devices_is_another_run() -> None:
     assert not torch.equal(on_one_device(Noisy)["net.0.weight"], on_one_device(Noisy, count=4)["net.0.weight"])
 
 
-def test_what_is_refused() -> None:
-    refuses(lambda: VirtualDevicesStrategy(count=0), "count must be an integer of at least")
-    refuses(lambda: VirtualDevicesStrategy(threads=0), "threads must be an integer of at least")
-    refuses(lambda: run(Noisy, 3, count=2), "count=2", "3 real ones")
-    refuses(lambda: VirtualDevicesStrategy(shares=[1, 0]), "shares must be a number above 0")
-    refuses(lambda: run(Noisy, 2, shares=[1, 2, 3]), "3 numbers for 2 devices")
-    refuses(lambda: run(Noisy, 2, sync_batchnorm=True), "sync_batchnorm=True")
+def test_random_numbers_of_the_data_depend_on_the_seed() -> None:
+    """One epoch of the same samples in the same order differs by the seed of the run alone."""
+    sums = []
+    for seed in (1, 2):
+        L.seed_everything(seed, verbose=False)
+        module = Noisy()
+        module.on_train_batch_start = lambda batch, batch_idx: sums.append(batch[0].sum())  # type: ignore[method-assign]
+        data = TensorDataset(torch.zeros(8, 6), torch.zeros(8, 1))
+        small_trainer(count=2).fit(module, DataLoader(data, batch_size=8, collate_fn=noisy_collate))
+    assert sums[0] != sums[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=["", "window"])
-@pytest.mark.parametrize("batches", [3, 5, 7])
-def test_continued_on_another_number(
-    tmp_path: Path, numbers: tuple[int, int], options: dict[str, Any], batches: int
+def test_predictions_draw_alike_and_each_time_anew() -> None:
+    found = []
+    for devices in (1, 2):
+        L.seed_everything(1, verbose=False)
+        trainer = small_trainer(devices=devices)
+        loader = DataLoader(TensorDataset(torch.zeros(7, 6), torch.zeros(7, 1)), batch_size=2)
+        module = RandomHooks()
+        found.append([torch.cat(trainer.predict(module, loader) or []) for _ in range(2)])
+    assert_equal(*found)
+    assert not torch.equal(*found[0])
+
+
+# Continued runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "window", "batches"),
+    [(1, 2, 1, 3), (2, 3, 1, 7), (3, 1, 1, 5), (2, 3, 3, 3), (3, 1, 3, 7), (2, 2, 3, 5)],
+)
+def test_a_run_continues_on_another_number_of_processes(
+    tmp_path: Path, before: int, after: int, window: int, batches: int
 ) -> None:
-    """A run that ends in the midst of an epoch, also of a window, continues with other processes."""
+    """Within an epoch of five batches or at its end, within a window or at its end."""
     path = tmp_path / "x.ckpt"
-    run(Noisy, numbers[0], callbacks=[SaveAfter(batches, path)], **options)
-    assert_equal(run(Noisy, numbers[1], ckpt_path=path, **options), on_one_device(Noisy, **options))
+    options = {"accumulate_grad_batches": window}
+    run(Noisy, before, callbacks=[SaveAfter(batches, path)], **options)
+    assert_equal(on_one_device(Noisy, **options), run(Noisy, after, ckpt_path=path, **options))
 
 
-class Augmented(Dataset[Any]):
-    """Samples that draw from three generators."""
+class FirstRankSkips(Noisy):
+    """The first four parts of the first batch of a window have no weight."""
 
-    def __len__(self) -> int:
-        return SAMPLES
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        # The first part of a process is that of rank 0 in a step's first four parts.
+        skipped = batch_idx % 3 == 0 and self.trainer.global_rank == 0 and len(self.parts_seen) < 4
+        self.parts_seen.append(None)
+        return {"loss": loss, "loss_weight": 0 if skipped else len(batch[0])}
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        features = torch.arange(6.0) * random.random() + torch.randn(6) + float(np.random.rand())
-        return features, features.sum(0, keepdim=True) + index
-
-
-def padded(samples: list[Any]) -> list[Tensor]:
-    """Draw, and depend on all samples that are collated together."""
-    features, targets = map(torch.stack, zip(*samples, strict=True))
-    return [features + features.mean() + 0.1 * torch.rand(()), targets]
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Items of a list, unlike a number, are not set back before each part.
+        self.parts_seen: list[None] = []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("collate", [None, padded])
-def test_random_data(workers: int, collate: Any) -> None:
-    options = {"data": Augmented(), "collate_fn": collate, "num_workers": workers, "persistent_workers": workers > 0}
-    assert_equal(run(Noisy, 3, **options), run(Noisy, 1, **options))
-    sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1).tolist(), SAMPLES)
-    options |= {"sampler": sampler, "shuffle": None}
-    assert_equal(run(Noisy, 2, **options), run(Noisy, 1, **{**options, "num_workers": 0, "persistent_workers": False}))
+@pytest.mark.parametrize("batches", [1, 4])
+def test_a_window_that_only_other_processes_have_opened_continues(tmp_path: Path, batches: int) -> None:
+    path = tmp_path / "x.ckpt"
+    options = {"accumulate_grad_batches": 3}
+    run(FirstRankSkips, 2, callbacks=[SaveAfter(batches, path)], **options)
+    assert_equal(run(FirstRankSkips, 1, **options), run(FirstRankSkips, 2, ckpt_path=path, **options))
+
+
+def test_another_count_or_seed_does_not_continue_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    run(Noisy, 1, callbacks=[SaveAfter(3, path)])
+    refuses(lambda: run(Noisy, 1, count=4, ckpt_path=path), "8 virtual devices", "Take count=8")
+    L.seed_everything(6, verbose=False)
+    refuses(lambda: small_trainer().fit(Noisy(), rows(64, 24), ckpt_path=path), "the seed 5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("ddp", "virtual"), ("virtual", "single_device"), ("virtual", "ddp")])
+def test_other_strategies_do_not_continue_an_epoch(tmp_path: Path, first: str, second: str) -> None:
+    path = tmp_path / "x.ckpt"
+
+    def fit(strategy: str, ckpt_path: Path | None = None, **options: Any) -> None:
+        L.seed_everything(1, verbose=False)
+        run = trainer(strategy=strategy, devices=1, max_epochs=2, limit_val_batches=0, **options)
+        run.fit(Noisy(), rows(64), ckpt_path=ckpt_path)
+
+    fit(first, callbacks=[SaveAfter(2, path)])
+    refuses(lambda: fit(second, path), "another strategy", "orders and divides samples in another way")
+    fit(first, path)
