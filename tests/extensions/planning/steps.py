@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -13,7 +14,21 @@ from equipoise.extensions.planning.peaks.recorded_step import RecordedStep
 from equipoise.extensions.planning.tracing.recording import record_step
 from equipoise.extensions.planning.tracing.step import PlannedStep
 
-__all__ = ["MODELS", "Step", "example_of", "module_of", "peak_of", "recorded_really"]
+__all__ = [
+    "MODELS",
+    "WIDTH",
+    "Adapted",
+    "Step",
+    "Transformer",
+    "example_of",
+    "module_of",
+    "module_with_adapters",
+    "peak_of",
+    "quantization",
+    "recorded_really",
+]
+
+WIDTH = 256  # of the layers with adapters
 
 
 class Step(LightningModule):
@@ -117,6 +132,32 @@ class Pairs(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         features = functional.normalize(self.layer(values), dim=1)
         return torch.log_softmax(features @ features.T, 1)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, and a product of two small matrices that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        adapted: Tensor = self.base(features) + self.up(self.down(features))
+        return adapted.tanh()
+
+
+def module_with_adapters() -> Step:
+    return Step(nn.Sequential(*[Adapted() for _ in range(6)]))
+
+
+def quantization(kind: str) -> Any:
+    pytest.importorskip({"int8": "torchao", "nf4": "bitsandbytes"}[kind])
+    from equipoise import Quantization
+
+    return Quantization(kind)  # type: ignore[arg-type]
 
 
 def _images() -> Tensor:

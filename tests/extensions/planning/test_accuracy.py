@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from torch import nn
 
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
@@ -54,18 +53,18 @@ def test_peaks_of_real_steps_are_predicted(name: str, optimizer: str, settings: 
 
 
 def test_the_largest_batch_is_right_to_the_sample() -> None:
+    """The memory of this step grows with the square of the batch."""
     settings = StepSettings()
-    found = trace_step(lambda: module_of("transformer"), example_of("transformer"), settings)
-    limit = 5_000_000
+    found = trace_step(lambda: module_of("pairs"), example_of("pairs"), settings)
+    limit = 300_000
     largest = found.largest_batch(limit)
-    sizes = {largest: True, largest + 1: False}
-    for batch_size, fits in sizes.items():
-        recorded = recorded_really(module_of("transformer"), example_of("transformer"), batch_size, settings)
+    for batch_size, fits in {largest: True, largest + 1: False}.items():
+        recorded = recorded_really(module_of("pairs"), example_of("pairs"), batch_size, settings)
         assert (peak_of(recorded) <= limit) is fits
     assert found.largest_batch(1000) == 0
 
 
-def test_parts_are_what_they_are() -> None:
+def test_the_parts_of_a_peak_are_weights_their_states_and_the_batch() -> None:
     found = trace_step(lambda: module_of("perceptron"), example_of("perceptron"), StepSettings())
     module = module_of("perceptron")
     nbytes = sum(parameter.nbytes for parameter in module.parameters())
@@ -74,4 +73,3 @@ def test_parts_are_what_they_are() -> None:
     assert 2 * nbytes <= parts["optimizer state"] <= 2 * nbytes + 100
     assert parts["batch"] == 4 * 30 * 4
     assert found.facts.gradients == nbytes
-    assert isinstance(module, nn.Module)

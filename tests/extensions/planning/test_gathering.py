@@ -27,7 +27,7 @@ STEP = RecordedStep(
 )
 
 
-def test_two_units() -> None:
+def test_the_peak_of_two_units_that_are_gathered_in_turn() -> None:
     half = {"parameter": 0.5, "gradient": 0.5, "optimizer state": 0.5, "temporary": {"optimizer step": 0.5}}
     peak = device_peak(STEP, DeviceLoad(factors=half, units=UNITS), 1, 1)
     shards = WEIGHT

@@ -11,6 +11,7 @@ from equipoise.extensions.planning.peaks.device_peak import device_peak
 from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.peaks.recorded_step import Holder, PhaseStart, RecordedStep
 from equipoise.extensions.planning.peaks.search import largest_size
+from tests.support.pairs import pairwise
 
 
 def step(size: int, *nbytes: int, repeated: int = 1) -> RecordedStep:
@@ -26,7 +27,7 @@ def step(size: int, *nbytes: int, repeated: int = 1) -> RecordedStep:
     )
 
 
-def test_phases_and_parts() -> None:
+def test_a_peak_has_phases_and_parts() -> None:
     recorded = step(10, 120, 44)
     peak = device_peak(recorded, WHOLE_STEP, 1, 1)
     assert peak.phases == {"forward": 100 + 120 + 44, "backward": 100 + 120 + 44, "optimizer step": 100}
@@ -47,7 +48,7 @@ def test_loads_change_what_a_device_has() -> None:
     assert device_peak(step(1, 12), WHOLE_STEP, 1, 512).nbytes == 1024
 
 
-def test_what_exists_for_a_moment() -> None:
+def test_memory_that_exists_for_a_moment_counts_in_the_peak() -> None:
     recorded = step(20, 240)
     nothing = DeviceLoad(factors={"activation": 0})
     assert device_peak(recorded, nothing, 1, 1).nbytes == 100
@@ -73,7 +74,7 @@ def test_parts_add_up_to_the_peak() -> None:
         assert abs(sum(peak.parts.values()) - peak.nbytes) <= len(peak.parts)
 
 
-def test_lines_between_real_steps() -> None:
+def test_sizes_between_measured_steps_lie_on_lines() -> None:
     steps = {size: step(size, 12 * size) for size in (2, 4, 8)}
     measured = MemoryPrediction(batch_size=4, steps=steps, method="measured")
     for size in (1, 2, 3, 8, 50):
@@ -116,9 +117,9 @@ def test_traces_of_a_loop_over_the_samples_have_a_bound() -> None:
     assert max(sizes) == 40
 
 
-@pytest.mark.parametrize("largest", [0, 1, 2, 31, 32, 33, 1000, 2**24])
-@pytest.mark.parametrize("start", [1, 32])
-@pytest.mark.parametrize("expected", [0, 0.5, 1, 2, 10**9])
+@pytest.mark.parametrize(
+    ("largest", "start", "expected"), pairwise([0, 1, 2, 31, 32, 33, 1000, 2**24], [1, 32], [0, 0.5, 1, 10**9])
+)
 def test_the_search_finds_the_largest(largest: int, start: int, expected: float) -> None:
     tried: list[int] = []
 
@@ -139,7 +140,7 @@ def test_sizes_at_which_a_step_fails_do_not_fit() -> None:
     assert largest_size(fits, fits, 1) == 64
 
 
-def test_memory_that_does_not_grow() -> None:
+def test_memory_that_does_not_grow_fits_any_batch() -> None:
     prediction, sizes = traced(lambda size: step(size, 7))
     assert prediction.largest_batch(107) == 2**24
     assert sizes == [16, 2**24]

@@ -50,7 +50,7 @@ class Untraceable(Step):
 
 
 @pytest.mark.slow
-def test_a_module_and_a_loader() -> None:
+def test_a_module_and_a_loader_are_predicted_and_left_as_they_are() -> None:
     module = module_of("transformer")
     before = [parameter.detach().clone() for parameter in module.parameters()]
     loader = DataLoader(torch.randint(0, 200, (32, 12)), batch_size=8)
@@ -64,7 +64,7 @@ def test_a_module_and_a_loader() -> None:
 
 
 @pytest.mark.slow
-def test_a_module_without_memory() -> None:
+def test_a_module_without_memory_is_predicted() -> None:
     prediction = predict_memory(Late(), torch.empty(4, 2**17))
     assert prediction.facts.parameters == 32 * (2**34 + 2**17) * 4
     with torch.device("meta"):
@@ -73,7 +73,6 @@ def test_a_module_without_memory() -> None:
     assert on_meta.facts.parameters == sum(parameter.nbytes for parameter in module.parameters())
 
 
-@pytest.mark.slow
 class WithoutIndex(Step):
     """Takes a batch alone, as the trainer accepts it."""
 
@@ -81,7 +80,7 @@ class WithoutIndex(Step):
         return super().training_step(batch, 0)
 
 
-def test_a_step_without_the_index() -> None:
+def test_a_step_without_the_index_is_predicted() -> None:
     example = torch.empty(4, 30)
     settings = StepSettings()
     net = nn.Linear(30, 5)
@@ -89,7 +88,7 @@ def test_a_step_without_the_index() -> None:
     assert trace_step(lambda: WithoutIndex(net), example, settings).peak(8).nbytes == expected
 
 
-def test_what_cannot_be_traced_runs() -> None:
+def test_a_step_that_cannot_be_traced_is_measured() -> None:
     module = Untraceable(nn.Linear(6, 6))
     prediction = predict_memory(module, torch.rand(8, 6))
     assert prediction.method == "measured"
@@ -113,7 +112,7 @@ def device(nbytes: int) -> PlannedDevice:
 
 
 @pytest.mark.slow
-def test_strategies_are_compared() -> None:
+def test_strategies_are_recommended_by_what_fits() -> None:
     module = module_of("transformer")
     example = example_of("transformer")
     settings = StepSettings()

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def layers(count: int = 4) -> Step:
     return Step(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count))), "sgd")
 
 
+@cache
 def prediction(count: int = 4) -> MemoryPrediction:
     found = trace_step(lambda: layers(count), torch.rand(8, WIDTH), StepSettings())
     assert found.method == "traced"
@@ -53,7 +55,7 @@ def test_each_device_has_its_layers() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_micro_batches_in_flight(schedule: str) -> None:
+def test_a_stage_holds_the_micro_batches_in_flight(schedule: str) -> None:
     """A stage in the middle holds the outputs of its layers for each micro-batch in flight."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
@@ -71,7 +73,7 @@ def test_micro_batches_in_flight(schedule: str) -> None:
     assert plan.devices[1].peak.phases["forward"] == resting + activations + on_its_way
 
 
-def test_what_passes_between_stages() -> None:
+def test_copies_pass_between_stages_of_gpus() -> None:
     """Devices of a CPU share it, but for a gradient on its way to the stage before; others copy their inputs."""
     passing = 10 * WIDTH * 4
     strategy = PipelineStrategy(schedule="gpipe", micro_batches=4, cut_before=["net.2"])
@@ -84,7 +86,7 @@ def test_what_passes_between_stages() -> None:
     assert copies == [0, 4 * 1536]
 
 
-def test_fewer_samples_than_micro_batches() -> None:
+def test_stages_of_fewer_samples_than_micro_batches() -> None:
     first, second = peaks(PipelineStrategy(micro_batches=8, cut_before=["net.2"]), 2, 1)
     assert first["parameter"] == second["parameter"] == 2 * PARAMETERS
 
@@ -95,12 +97,12 @@ def test_several_stages_on_each_device() -> None:
         assert first["parameter"] == second["parameter"] == 2 * PARAMETERS
 
 
-def test_parts_of_equal_bytes_without_names() -> None:
+def test_stages_without_names_have_equal_bytes() -> None:
     devices = peaks(PipelineStrategy(), 3, 8, count=6)
     assert [parts["parameter"] for parts in devices] == [2 * PARAMETERS] * 3
 
 
-def test_what_cannot_be_cut_says_so() -> None:
+def test_networks_that_cannot_be_cut_are_refused() -> None:
     for strategy, message in (
         (PipelineStrategy(cut_before=["net.9"]), "cut_before names 'net.9', which the training step does not call"),
         (PipelineStrategy(cut_before=["net.1", "net.2"]), "as many names as there are cuts, 1, not"),
@@ -129,7 +131,7 @@ def test_every_replica_has_the_same() -> None:
 
 
 @pytest.mark.parametrize(("device", "momentary"), [("cpu", 2 * 8 * 8 * 4), ("cuda", 2 * (8 * 8 + 8) * 4)])
-def test_what_the_optimiser_needs_for_a_moment(device: str, momentary: int) -> None:
+def test_the_memory_that_an_optimiser_needs_for_a_moment(device: str, momentary: int) -> None:
     """One parameter after the other needs as much as the largest of the stage, and all together as much as all."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8))
     found = trace_step(lambda: Step(net), torch.rand(8, 8), StepSettings(device=device))

@@ -14,27 +14,18 @@ from equipoise.extensions.comparison.bench.probe import DeviceProbe
 from equipoise.extensions.planning.comparison import plan_strategies
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
-from tests.extensions.planning.steps import Step, example_of, module_of
-from tests.extensions.planning.test_callbacks import WIDTH, Adapted, quantization
+from tests.extensions.planning.steps import WIDTH, Adapted, Step, example_of, module_of, quantization
+from tests.support.pairs import pairwise
 from tests.support.pipelines import quiet
 from tests.support.quiet import QUIET
 
 BATCH_SIZE = 8
 
 
-def recorded_by_trainer(name: str, folder: Path, **options: Any) -> int:
-    """The largest peak of the main process in the second step."""
-    return recorded(module_of(name), example_of(name), folder, **options)
-
-
 def recorded(
-    module: Any,
-    example: Tensor,
-    folder: Path,
-    callbacks: Any = (),
-    batch_size: int = BATCH_SIZE,
-    **options: Any,
+    module: Any, example: Tensor, folder: Path, callbacks: Any = (), batch_size: int = BATCH_SIZE, **options: Any
 ) -> int:
+    """The largest peak of the main process in the second step."""
     memory = MemoryLogger(detail="modules", leaks=False)
     data = example.repeat(32, *[1] * (example.ndim - 1))
     settings = {**QUIET, "accelerator": "cpu", "max_steps": 4, "default_root_dir": folder}
@@ -60,16 +51,17 @@ def planned(name: str, strategy: Any, devices: int, **options: Any) -> int:
         ("convolutions", {"precision": "bf16-mixed"}),
     ],
 )
-def test_one_device(name: str, options: Any, tmp_path: Path) -> None:
+def test_the_planned_peak_of_one_device_is_the_measured_one(name: str, options: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    actual = recorded_by_trainer(name, tmp_path, devices=1, **options)
+    actual = recorded(module_of(name), example_of(name), tmp_path, devices=1, **options)
     assert planned(name, SingleDeviceStrategy(), 1, **options) == pytest.approx(actual, rel=0.005)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"engine": "native"}])
-def test_processes_with_buckets(options: Any, tmp_path: Path) -> None:
-    actual = recorded_by_trainer("transformer", tmp_path, devices=2, strategy=DDPStrategy(**options))
+def test_the_planned_peak_of_processes_with_buckets_is_the_measured_one(options: Any, tmp_path: Path) -> None:
+    options_of_run = {"devices": 2, "strategy": DDPStrategy(**options)}
+    actual = recorded(module_of("transformer"), example_of("transformer"), tmp_path, **options_of_run)
     assert planned("transformer", DDPStrategy(**options), 2) == pytest.approx(actual, rel=0.05)
 
 
@@ -106,7 +98,9 @@ EXAMPLE = torch.rand(8 * BATCH_SIZE, WIDTH)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize(("strategy", "devices"), [(SingleDeviceStrategy, 1), (DDPStrategy, 2)])
-def test_adapters_of_quantised_layers(strategy: Any, devices: int, kind: str, tmp_path: Path) -> None:
+def test_the_planned_peak_of_quantised_adapters_is_the_measured_one(
+    strategy: Any, devices: int, kind: str, tmp_path: Path
+) -> None:
     module = module_of_blocks(kind, 24)
     options = {"devices": devices, "strategy": strategy()}
     actual = recorded(module, EXAMPLE, tmp_path, callbacks_of(kind), len(EXAMPLE), **options)
@@ -115,9 +109,8 @@ def test_adapters_of_quantised_layers(strategy: Any, devices: int, kind: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [2, 6, 24])
-@pytest.mark.parametrize("kind", [None, "nf4", "int8"])
-def test_shards(kind: str | None, blocks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "blocks"), [(None, 2), (None, 24), ("nf4", 6), ("int8", 2), ("int8", 24)])
+def test_the_planned_peak_of_shards_is_the_measured_one(kind: str | None, blocks: int, tmp_path: Path) -> None:
     """A step of few units is at its peak while one of them is gathered."""
     module = module_of_blocks(kind, blocks)
     options = {"devices": 2, "strategy": FSDPStrategy()}
@@ -126,35 +119,21 @@ def test_shards(kind: str | None, blocks: int, tmp_path: Path) -> None:
     assert expected[0] == pytest.approx(actual, rel=0.01)
 
 
-def check_stages(kind: str | None, blocks: int, schedule: Any, tmp_path: Path) -> None:
-    """Compare each stage, on two devices of one name, which the probe of comparisons tells apart."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("blocks", "kind", "schedule"), pairwise([2, 6], [None, "nf4", "int8"], ["1f1b", "gpipe"]))
+def test_the_planned_peak_of_each_stage_is_the_measured_one(
+    blocks: int, kind: str | None, schedule: Any, tmp_path: Path
+) -> None:
+    """Two devices of one name, which the probe of comparisons tells apart.
+
+    The optimiser of a stage of one layer needs more for a moment than the backward.
+    """
     strategy = PipelineStrategy(schedule=schedule, micro_batches=4, cut_before=[f"net.{blocks // 2}"])
-    probe = DeviceProbe(
-        tmp_path,
-        ["cpu", "cpu"],
-        root=1,
-        home=1,
-        settling_steps=2,
-        timed_steps=1,
-        compared_step=-1,
-    )
-    trainer = quiet(
-        strategy=strategy,
-        devices=["cpu", "cpu"],
-        max_steps=5,
-        precision="32-true",
-        callbacks=[probe, *callbacks_of(kind)],
-    )
+    steps = {"settling_steps": 2, "timed_steps": 1, "compared_step": -1}
+    probe = DeviceProbe(tmp_path, ["cpu", "cpu"], root=1, home=1, **steps)
+    options = {"max_steps": 5, "precision": "32-true", "callbacks": [probe, *callbacks_of(kind)]}
+    trainer = quiet(strategy=strategy, devices=["cpu", "cpu"], **options)
     data = EXAMPLE.repeat(8, 1)
     trainer.fit(module_of_blocks(kind, blocks), DataLoader(data, batch_size=len(EXAMPLE)))
     expected = planned_for_blocks(kind, blocks, strategy, 2, EXAMPLE)
     assert expected == pytest.approx(list(probe.peaks.values()), rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("kind", [None, "nf4", "int8"])
-@pytest.mark.parametrize("blocks", [2, 6])
-def test_stages(blocks: int, kind: str | None, schedule: Any, tmp_path: Path) -> None:
-    """The optimiser of a stage of one layer needs more for a moment than the backward."""
-    check_stages(kind, blocks, schedule, tmp_path)

@@ -52,7 +52,7 @@ def test_a_line_for_each_strategy_and_limit() -> None:
         assert text in page
 
 
-def test_nothing_is_predicted() -> None:
+def test_a_plan_without_a_prediction_says_so() -> None:
     nothing = {"strategy": None, "reason": "no strategy fits", "overrides": []}
     page = plan_page(PLAN | {"curves": {}, "recommendation": nothing})
     assert "No strategy is predicted with several batch sizes." in page

@@ -96,7 +96,7 @@ def test_the_plan_as_json_and_its_page(net: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_the_table(net: Path, equipoise: Any) -> None:
+def test_the_table_of_a_plan(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", "trainer.devices=RTX4090")
     assert code == 0, err
     assert "tracing a step without memory" in err
@@ -106,7 +106,18 @@ def test_the_table(net: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_divided_sequences(net: Path, equipoise: Any) -> None:
+@pytest.mark.parametrize("options", [(), ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2")])
+def test_the_planned_peak_is_the_measured_one(net: Path, equipoise: Any, options: tuple[str, ...]) -> None:
+    """Beside the measurement of `equipoise compare`."""
+    arguments = ("--json", "trainer.devices=[cpu]", *options)
+    planned, measured = equipoise("plan", *arguments), equipoise("compare", "--steps=1", *arguments)
+    (device,) = json.loads(planned[1])["strategies"][0]["devices"]
+    (peak,) = json.loads(measured[1])["rows"][0]["peaks"].values()
+    assert device["peak"]["nbytes"] == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_divided_sequences_need_half_of_the_activations(net: Path, equipoise: Any) -> None:
     def planned(*overrides: str) -> Any:
         arguments = ("trainer.devices=2x24GiB", "strategy=fsdp", *overrides)
         code, out, err = equipoise("plan", "--json", *arguments)
@@ -124,7 +135,7 @@ def test_divided_sequences(net: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_compiled_steps_are_predicted_as_eager_ones(net: Path, equipoise: Any) -> None:
+def test_compiled_and_offloaded_steps_are_predicted_without(net: Path, equipoise: Any) -> None:
     arguments = ("trainer.devices=24GiB", "trainer.compile=true", "trainer.offload_activations=true")
     code, out, err = equipoise("plan", "--json", *arguments)
     assert code == 0, err
@@ -135,7 +146,7 @@ def test_compiled_steps_are_predicted_as_eager_ones(net: Path, equipoise: Any) -
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_what_helps_if_nothing_fits(net: Path, equipoise: Any) -> None:
+def test_remedies_are_told_if_nothing_fits(net: Path, equipoise: Any) -> None:
     arguments = ("module.width=4096", "trainer.devices=1690MiB", "data.batch_size=128")
     code, out, err = equipoise("plan", *arguments)
     assert code == 0, err
@@ -164,7 +175,7 @@ def test_frozen_weights_in_four_bits_help_if_nothing_fits(net: Path, equipoise: 
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_a_step_that_cannot_be_traced_runs(net: Path, equipoise: Any) -> None:
+def test_a_step_that_cannot_be_traced_is_measured(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", "--json", "module.reads=true", "trainer.devices=24GiB")
     assert code == 0, err
     plan = json.loads(out)
@@ -177,7 +188,7 @@ def test_a_step_that_cannot_be_traced_runs(net: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_a_step_of_one_batch_size(net: Path, equipoise: Any) -> None:
+def test_a_step_of_one_batch_size_has_no_curves(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", "--json", "--html=plan.html", "module.rows=64", "trainer.devices=2x24GiB")
     assert code == 0, err
     plan = json.loads(out)
@@ -201,7 +212,7 @@ def test_a_step_of_one_batch_size(net: Path, equipoise: Any) -> None:
         (["~data"], "reads one batch of the data"),
     ],
 )
-def test_mistakes_are_one_line(net: Path, equipoise: Any, arguments: list[str], message: str) -> None:
+def test_arguments_that_are_refused(net: Path, equipoise: Any, arguments: list[str], message: str) -> None:
     code, out, err = equipoise("plan", *arguments)
     assert code == 2
     assert message in err
@@ -210,7 +221,7 @@ def test_mistakes_are_one_line(net: Path, equipoise: Any, arguments: list[str], 
 
 
 @pytest.mark.slow
-def test_in_a_process_of_its_own(net: Path, equipoise: Any) -> None:
+def test_a_plan_of_64_gigabytes_is_made_without_memory(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", "--json", "trainer.devices=2x24GiB", "module.width=65536")
     assert code == 0, err
     plan = json.loads(out)
