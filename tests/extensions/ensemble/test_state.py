@@ -93,22 +93,27 @@ def test_a_resumed_ensemble_ends_as_an_uninterrupted_one(
     assert_members(expected, strategy, 0.0 if before == after == "one_by_one" else CLOSE)
 
 
-def test_files_of_members_are_those_of_runs_of_their_own(tmp_path: Path) -> None:
-    _, run, _ = ensemble(SEED, max_epochs=1)
+def with_private_generator(seed: int) -> Any:
+    return loader(generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("data", [lambda seed: loader(), with_private_generator], ids=["global", "private"])
+def test_files_of_members_are_those_of_runs_of_their_own(data: Any, tmp_path: Path) -> None:
+    """Orders of samples are drawn from torch's numbers, or from those of the loader."""
+    _, run, _ = ensemble(SEED, data=partial(data, SEED), max_epochs=1)
     run.save_checkpoint(tmp_path / "all.ckpt")
     files = split_ensemble(tmp_path / "all.ckpt", tmp_path / "members")
     assert [file.name for file in files] == [f"all-member_{member}.ckpt" for member in range(3)]
     for member, file in enumerate(files):
+        own = {"data": partial(data, SEED + member)}
         # 1. The weights, for any program.
-        loaded = Classifier.load_from_checkpoint(file)
-        expected, _ = alone(SEED + member, max_epochs=1)
-        assert_equal(expected, loaded, CLOSE)
+        expected, _ = alone(SEED + member, max_epochs=1, **own)
+        assert_equal(expected, Classifier.load_from_checkpoint(file), CLOSE)
         # 2. The rest of its run, on one device.
         seed_everything(99, verbose=False)
         resumed = Classifier()
-        trainer(max_epochs=2).fit(resumed, loader(), loader(shuffle=False), ckpt_path=file)
-        whole, _ = alone(SEED + member)
-        assert_equal(whole, resumed, CLOSE)
+        trainer(max_epochs=2).fit(resumed, data(99), loader(shuffle=False), ckpt_path=file)
+        assert_equal(alone(SEED + member, **own)[0], resumed, CLOSE)
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -37,8 +37,9 @@ class RandomStreams(torch.Generator):
     def __init__(self, states: Sequence[Tensor], seeds: Sequence[int]) -> None:
         self._states = [state.clone() for state in states]
         self._seeds = list(seeds)
-        # The state of each stream of the loader's private generator, once one is used.
-        self._private_states: list[Tensor] = []
+        # The state of each stream of the loader's private generator. A saved state always has them: `split_ensemble`
+        # tells them from the others by their place.
+        self._private_states = [_state_of_seed(seed) for seed in seeds]
         self.is_training = False
 
     @classmethod
