@@ -1,12 +1,15 @@
-"""Random modules: nested, tied, with buffers, of many dtypes and shapes."""
+"""Random modules: nested, tied, with buffers, of many dtypes and shapes; and what their weights are compared by."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["bits", "random_module"]
+from tests.support.equality import assert_equal
+
+__all__ = ["assert_same", "random_module"]
 
 _PARAMETERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = (torch.complex64, torch.float8_e4m3fn, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)
@@ -66,7 +69,10 @@ def _tensor(choose: random.Random, generator: torch.Generator, dtypes: Any) -> T
     return tensor
 
 
-def bits(tensor: Tensor) -> Any:
-    """Return what is equal for tensors that are equal to the bit."""
-    plain = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-    return tensor.dtype, tuple(tensor.shape), plain.reshape(-1).view(torch.uint8).tolist() if plain.numel() else []
+def assert_same(read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Assert that weights have the same names, and are the same to the bit."""
+    assert_equal(*({name: _plain(value) for name, value in each.items()} for each in (expected, read)))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)

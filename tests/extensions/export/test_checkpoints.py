@@ -15,10 +15,10 @@ from equipoise import CheckpointError
 from equipoise.extensions.export import export_weights, read_weights
 from equipoise.extensions.export.weights import open_weights
 from equipoise.parallel.shards.placeholders import make_placeholder
-from tests.extensions.export.test_round_trip import assert_same
+from tests.extensions.export.modules import assert_same
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
 from tests.parallel.shards.folders import save
-from tests.safe_loading.test_wrapped_tensors import Rounded
+from tests.support.rounded_tensors import Rounded
 from tests.support.trainer_runs import Small, loader, refuses, saved, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
@@ -44,14 +44,14 @@ class Saves(L.Callback):
 
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("cls", [L.Trainer, None], ids=["Lightning", "ours"])
-def test_of_either_trainer(cls: Any, weights_only: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_either_trainer_is_exported(cls: Any, weights_only: bool, tmp_path: Path) -> None:
     module = Small()
     options = {} if cls is None else {"cls": cls}
     path = saved(module, tmp_path, weights_only=weights_only, **options)
     assert_same(exported(path), module.state_dict())
 
 
-def test_averaged_or_trained(tmp_path: Path) -> None:
+def test_averaged_or_trained_weights_are_exported(tmp_path: Path) -> None:
     module = Small()
     trainer(callbacks=[EMAWeightAveraging(decay=0.5), Saves(tmp_path)]).fit(module, loader())
     content = torch.load(tmp_path / "x.ckpt", weights_only=False)
@@ -77,7 +77,7 @@ class Tied(Net):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Net, Tied])
-def test_under_fsdp(kind: type[Net], tmp_path: Path) -> None:
+def test_checkpoints_in_shards_of_fsdp_are_exported(kind: type[Net], tmp_path: Path) -> None:
     """A folder of two processes, and a file of safetensors that they write, hold the weights of the module."""
     module, _ = fit(kind, fsdp(checkpoints="sharded"), 2, max_epochs=1, callbacks=[Saves(tmp_path)])
     assert (tmp_path / "x.ckpt" / "index.json").is_file()
@@ -92,7 +92,7 @@ def test_under_fsdp(kind: type[Net], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_in_shards(ranks: int, tmp_path: Path) -> None:
+def test_a_folder_in_shards_is_exported(ranks: int, tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 3, 2), "b": torch.arange(5).bfloat16(), "empty": torch.ones(0, 2)}
     named = {name: make_placeholder(value, name) for name, value in tensors.items()}
     state = {"tied": named["a"], **named, "whole": torch.ones(3)}
@@ -145,7 +145,7 @@ def test_a_damaged_file_leaves_nothing(tmp_path: Path) -> None:
         (Rounded(torch.ones(2).bfloat16(), torch.float32), "Rounded"),
     ],
 )
-def test_values_that_the_format_lacks(value: Any, reason: str, tmp_path: Path) -> None:
+def test_values_that_the_format_lacks_are_refused(value: Any, reason: str, tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(2), "b": value}
     refuses(lambda: export_weights(state, tmp_path / "y"), reason, "prefix", error=CheckpointError)
     torch.save({"state_dict": state}, tmp_path / "x.ckpt")
@@ -156,19 +156,19 @@ def test_values_that_the_format_lacks(value: Any, reason: str, tmp_path: Path) -
     assert read_weights(tmp_path / "y").keys() == {"weight"}
 
 
-def test_values_that_a_dtype_lacks(tmp_path: Path) -> None:
+def test_values_that_a_dtype_lacks_are_refused(tmp_path: Path) -> None:
     state = {"a": torch.tensor([1e6, torch.inf])}
     refuses(lambda: export_weights(state, tmp_path / "y", dtype="float16"), "'a'", "too large", error=CheckpointError)
     export_weights({"a": state["a"][1:]}, tmp_path / "y", dtype="float16")
     assert read_weights(tmp_path / "y")["a"].isinf().all()
 
 
-def test_a_name_that_the_format_keeps(tmp_path: Path) -> None:
+def test_a_name_that_the_format_keeps_is_refused(tmp_path: Path) -> None:
     state = {"__metadata__": torch.ones(1)}
     refuses(lambda: export_weights(state, tmp_path / "y"), "means something else", error=CheckpointError)
 
 
-def test_a_member_shorter_than_it_says(tmp_path: Path) -> None:
+def test_a_member_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
     """A made-up archive with a check sum of what it has would give a file without its end."""
     torch.save({"state_dict": {"a": torch.arange(100.0)}}, tmp_path / "x.ckpt")
     with (
@@ -185,7 +185,7 @@ def test_a_member_shorter_than_it_says(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == files
 
 
-def test_modules_without_values(tmp_path: Path) -> None:
+def test_modules_without_values_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         module = nn.Linear(2, 2)
     refuses(lambda: export_weights(module, tmp_path / "y"), "meta device has no values", error=CheckpointError)
@@ -193,7 +193,7 @@ def test_modules_without_values(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_sources(tmp_path: Path) -> None:
+def test_sources_and_arguments_that_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "y"
     saved(Small(), tmp_path)
     refuses(lambda: export_weights(tmp_path / "y.ckpt", out), "does not exist", "x.ckpt", error=CheckpointError)

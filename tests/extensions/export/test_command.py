@@ -9,7 +9,7 @@ import torch
 
 from equipoise.__main__ import main
 from equipoise.extensions.export import read_weights
-from tests.extensions.export.test_round_trip import assert_same
+from tests.extensions.export.modules import assert_same
 from tests.support.trainer_runs import Small, saved
 
 
@@ -17,7 +17,7 @@ def export(*arguments: Any) -> int:
     return main(["export", *map(str, arguments)])
 
 
-def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_exported_with_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = Small()
     checkpoint = saved(module, tmp_path)
     out = tmp_path / "out"
@@ -30,7 +30,7 @@ def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert_same(read_weights(out), module.layer.bfloat16().state_dict())
 
 
-def test_any_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that reads no configuration works in a subfolder of a project, with names as Lightning gives them."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text("# equipoise")
@@ -68,7 +68,7 @@ def test_what_is_left_out_is_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["x.ckpt", "y", "--module=no.Such"], "--module"),
     ],
 )
-def test_wrong_arguments(
+def test_arguments_that_are_refused(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -78,6 +78,6 @@ def test_wrong_arguments(
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
 
 
-def test_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "equipoise export CKPT OUT [flags]" in capsys.readouterr().out

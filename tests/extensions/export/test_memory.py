@@ -8,10 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from equipoise.parallel.shards.placeholders import make_placeholder
-from tests.parallel.shards.folders import save
-
-MIB = 2**20
+from tests.extensions.export.large_checkpoints import write
 
 # Prints the growth of the memory at its peak over that after the import, in MiB.
 EXPORT = """
@@ -30,24 +27,9 @@ print(memory("VmHWM") - before)
 """
 
 
-def write(path: Path, form: str) -> None:
-    """Write a checkpoint of 2 GiB: one tensor of 1 GiB, 16 of 64; their elements are random in some places."""
-    state = {"embedding.weight": torch.zeros(1024 * MIB // 1024, 256)}
-    for number in range(16):
-        state[f"layers.{number}.weight"] = torch.zeros(64 * MIB // 1024, 256)
-    torch.manual_seed(0)
-    for value in state.values():
-        value[::999] = torch.randn(256)
-    if form == "file":
-        torch.save({"state_dict": state, "global_step": 1}, path)
-    else:
-        named = {name: make_placeholder(value, name) for name, value in state.items()}
-        save(path, state, {"state_dict": named, "global_step": 1}, count=8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "dtype"), [("file", []), ("file", ["bfloat16"]), ("folder", [])])
-def test_peak(form: str, dtype: list[str], tmp_path: Path) -> None:
+def test_the_peak_of_an_export_is_that_of_a_few_pieces(form: str, dtype: list[str], tmp_path: Path) -> None:
     checkpoint = tmp_path / "x.ckpt"
     out = tmp_path / "x.safetensors"
     write(checkpoint, form)

@@ -15,7 +15,8 @@ from torch import nn
 
 from equipoise import CheckpointError, Trainer
 from equipoise.extensions.export import export_weights, layout, read_weights
-from tests.extensions.export.test_round_trip import assert_same
+from tests.extensions.export.modules import assert_same
+from tests.support.pairs import pairwise
 from tests.support.programs import Program
 from tests.support.trainer_runs import Small, loader, refuses, trainer
 
@@ -27,7 +28,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("out", OUTS)
-def test_a_second_run(out: str, tmp_path: Path) -> None:
+def test_an_export_is_replaced_on_demand_alone(out: str, tmp_path: Path) -> None:
     """An export that is there is replaced on demand alone, as a whole."""
     export_weights(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), tmp_path / out, max_shard_size=20)
     before = content_of(tmp_path)
@@ -78,10 +79,8 @@ class Failing:
         self.write(*args)
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("out", OUTS)
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
-def test_an_interrupted_export(
+@pytest.mark.parametrize(("kind", "out", "earlier"), pairwise([KeyboardInterrupt, OSError], OUTS, [False, True]))
+def test_an_interrupted_export_leaves_what_was_there(
     kind: Any, out: str, earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if earlier:
@@ -110,7 +109,7 @@ export_weights(nn.Linear(2, 2), sys.argv[1], overwrite=True)
 
 
 @pytest.mark.parametrize("out", OUTS)
-def test_a_killed_export(out: str, tmp_path: Path) -> None:
+def test_a_killed_export_leaves_what_was_there(out: str, tmp_path: Path) -> None:
     """It leaves what was there, and a hidden file or folder that the next export removes."""
     module = Small()
     export_weights(module, tmp_path / out)
@@ -139,7 +138,7 @@ def elsewhere() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("out", ["x.safetensors", "folder", "folder/"])
-def test_elsewhere(out: str, elsewhere: Any, tmp_path: Path) -> None:
+def test_another_file_system_is_read_and_written(out: str, elsewhere: Any, tmp_path: Path) -> None:
     """A checkpoint is read there, and an export written and read."""
     module = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
     with elsewhere.open("memory://run/x.ckpt", "wb") as file:
@@ -152,7 +151,7 @@ def test_elsewhere(out: str, elsewhere: Any, tmp_path: Path) -> None:
     refuses(lambda: export_weights(module, url), "exists already")
 
 
-def test_an_interrupt_elsewhere(elsewhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_what_was_there_elsewhere(elsewhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     export_weights(Small(), "memory://run/x.safetensors")
     before = elsewhere.cat("memory://run/x.safetensors")
     Failing(monkeypatch, KeyboardInterrupt())
@@ -161,7 +160,7 @@ def test_an_interrupt_elsewhere(elsewhere: Any, monkeypatch: pytest.MonkeyPatch)
     assert elsewhere.cat("memory://run/x.safetensors") == before
 
 
-def test_wrong_urls(elsewhere: Any) -> None:
+def test_urls_that_are_refused(elsewhere: Any) -> None:
     refuses(lambda: export_weights(Small(), "nowhere://x.safetensors"), "cannot be used", "nowhere")
     for url in ("memory://none/x.safetensors", "memory://none", "nowhere://x"):
         refuses(partial(read_weights, url), "cannot be read", error=CheckpointError)
@@ -192,7 +191,7 @@ def test_a_run_begins_elsewhere(elsewhere: Any) -> None:
         ("[" * 100_000, "RecursionError"),
     ],
 )
-def test_a_damaged_index(index: str, reason: str, tmp_path: Path) -> None:
+def test_a_damaged_index_is_refused(index: str, reason: str, tmp_path: Path) -> None:
     refuses(lambda: read_weights(tmp_path), "holds no 'model.safetensors'", error=CheckpointError)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     refuses(lambda: read_weights(tmp_path), reason, error=CheckpointError)

@@ -11,16 +11,10 @@ from torch import Tensor, nn
 
 from equipoise import CheckpointError
 from equipoise.extensions.export import export_weights, read_weights
-from tests.extensions.export.modules import bits, random_module
+from tests.extensions.export.modules import assert_same, random_module
 from tests.support.trainer_runs import refuses
 
-SEEDS = range(50)
-
-
-def assert_same(read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert read.keys() == expected.keys()
-    for name, value in expected.items():
-        assert bits(read[name]) == bits(value), name
+SEEDS = range(24)
 
 
 def identities(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -32,7 +26,7 @@ def identities(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_modules(seed: int, tmp_path: Path) -> None:
+def test_random_modules_are_read_back_to_the_bit(seed: int, tmp_path: Path) -> None:
     print(f"seed {seed}")
     module = random_module(seed)
     state = module.state_dict()
@@ -60,8 +54,8 @@ def test_random_modules(seed: int, tmp_path: Path) -> None:
         assert_same(fresh.state_dict(), state)
 
 
-@pytest.mark.parametrize("seed", SEEDS[:10])
-def test_random_modules_in_several_files(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", SEEDS[:6])
+def test_random_modules_are_read_back_from_several_files(seed: int, tmp_path: Path) -> None:
     state = random_module(seed).state_dict()
     torch.save({"state_dict": state}, tmp_path / "x.ckpt")
     result = export_weights(tmp_path / "x.ckpt", tmp_path / "out", max_shard_size=100)
@@ -87,7 +81,7 @@ def test_a_module_loads_what_the_library_reads(tmp_path: Path) -> None:
     assert_same(fresh.state_dict(), layer.state_dict())
 
 
-def test_dtype_and_prefix(tmp_path: Path) -> None:
+def test_a_part_is_exported_by_prefix_in_another_dtype(tmp_path: Path) -> None:
     module = nn.ModuleDict({"net": nn.BatchNorm1d(3), "other": nn.Linear(2, 2)})
     with torch.no_grad():
         module["net"].weight.copy_(torch.tensor([1 / 3, 2.0, 1e-3]))
@@ -115,7 +109,7 @@ def test_names_are_those_without_compilation(tmp_path: Path) -> None:
     assert set(read_weights(tmp_path / "x.safetensors")) == {"net.weight", "net.bias"}
 
 
-def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     export_weights(nn.Linear(2, 2), tmp_path / "x.safetensors")
     content = (tmp_path / "x.safetensors").read_bytes()
     (tmp_path / "x.safetensors").write_bytes(content[:-1])
