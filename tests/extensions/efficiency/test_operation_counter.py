@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from equipoise import Efficiency
 from equipoise.extensions.efficiency.operation_counter import OperationCounter
-from tests.extensions.efficiency.test_efficiency import IN, OF_A_SAMPLE, Net, fitted, loader
+from tests.extensions.efficiency.runs import IN, OF_A_SAMPLE, Net, fitted, loader
 
 
 class Jagged(Net):

@@ -100,7 +100,7 @@ def test_text_of_others_stays_text():
     assert {link.attributes["href"] for link in document.all("a")} == {"javascript%3Aalert%281%29/report.html"}
 
 
-def test_odd_values():
+def test_values_that_are_not_finite_and_runs_without_values_are_drawn():
     odd = run(1, curves={"loss": {0.0: math.nan, 1.0: math.inf}, "none": {}}, epochs=None, seconds=None, peak_memory={})
     document = page(odd, run(2, curves={}, configuration={}, origin={}))
     assert "No value is a finite number." in document.text

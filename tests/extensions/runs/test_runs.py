@@ -20,8 +20,9 @@ from equipoise import RunReport
 from equipoise.__main__ import main
 from equipoise.app.earlier_runs.configurations import flat_configuration
 from equipoise.extensions.runs.command import page_of_sweep
-from tests.extensions.runs.conftest import WriteRun
+from tests.extensions.runs.run_files import WriteRun
 from tests.support.callback_runs import Small, loader, trainer
+from tests.support.projects import write
 
 BOTH = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
 # Each of nine lists holds the one before it nine times.
@@ -58,7 +59,7 @@ class Fails(Small):
 
 class TestOfRealFits:
     @BOTH
-    def test_a_finished_and_a_failed_one(self, cls: type, tmp_path: Path, monkeypatch: Any, capsys: Any):
+    def test_a_finished_and_a_failed_fit_are_listed(self, cls: type, tmp_path: Path, monkeypatch: Any, capsys: Any):
         monkeypatch.chdir(tmp_path)
         for name, module in (("a", Small()), ("b", Fails())):
             options = {"logger": CSVLogger(f"outputs/{name}", "", ""), "log_every_n_steps": 1}
@@ -126,17 +127,14 @@ class TestOfRealFits:
 
 
 class TestFound:
-    def test_only_runs_are_found(self, write_run: WriteRun, tmp_path: Path, capsys: Any):
+    def test_other_folders_and_links_are_no_runs(self, write_run: WriteRun, tmp_path: Path, capsys: Any):
         write_run("a")
-        other = tmp_path / "outputs" / "conf"
-        other.mkdir()
-        (other / "config.yaml").write_text("defaults: [a]\n")
-        evaluated = tmp_path / "outputs" / "evaluated"
-        evaluated.mkdir()
-        (evaluated / "config.yaml").write_text("stage: test\n")
-        smoke = tmp_path / "outputs" / "smoke"
-        smoke.mkdir()
-        (smoke / "config.yaml").write_text("stage: fit\ntrainer: {fast_dev_run: 2}\n")
+        others = {
+            "conf": "defaults: [a]\n",
+            "evaluated": "stage: test\n",
+            "smoke": "stage: fit\ntrainer: {fast_dev_run: 2}\n",
+        }
+        write(tmp_path / "outputs", {f"{name}/config.yaml": text for name, text in others.items()})
         (tmp_path / "outputs" / "link").symlink_to(tmp_path / "outputs" / "a")
         assert names(listed(capsys)) == ["a"]
         assert names(listed(capsys, "outputs", "outputs/a")) == ["a"]
@@ -205,19 +203,18 @@ class TestFound:
         assert not Path("owned").exists()
         assert "Not read: outputs/bad/" in shown(capsys)
 
-    @pytest.mark.parametrize("value", [10**400, "inf", "nan", None, [], "<b>"])
     @pytest.mark.parametrize("name", ["seconds", "epochs", "steps", "peak_memory", "began", "times", "curves"])
-    def test_a_value_that_cannot_be_is_damage(self, write_run: WriteRun, capsys: Any, name: str, value: Any):
-        if name == "peak_memory":
-            value = {"cpu": value}
-        elif name == "curves":
-            value = {"loss": [[0], [value]]}
-        write_run("a", **{name: value})
+    def test_a_value_that_cannot_be_is_damage(self, write_run: WriteRun, capsys: Any, name: str):
+        forms = {"peak_memory": lambda value: {"cpu": value}, "curves": lambda value: {"loss": [[0], [value]]}}
+        values = {"huge": 10**400, "none": None, "list": [], "text": "<b>", "inf": "inf", "nan": "nan"}
+        for run, value in values.items():
+            write_run(run, **{name: forms.get(name, lambda value: value)(value)})
         told = json.loads(shown(capsys, "--json"))
-        assert len(told["runs"]) == 1
+        assert set(names(told["runs"])) == values.keys()
         # Numbers of a curve that are not finite are texts.
-        assert len(told["unreadable"]) == (value not in [{"loss": [[0], ["inf"]]}, {"loss": [[0], ["nan"]]}])
-        assert "outputs/a" in shown(capsys, "--html=runs.html")
+        damaged = values.keys() - ({"inf", "nan"} if name == "curves" else set())
+        assert {Path(failure["path"]).parent.name for failure in told["unreadable"]} == damaged
+        assert "outputs/huge" in shown(capsys, "--html=runs.html")
 
     def test_a_folder_that_cannot_be_listed_is_one_line(self, write_run: WriteRun, capsys: Any, monkeypatch: Any):
         write_run("a")
@@ -256,7 +253,7 @@ class TestShown:
             ("--sort=time", ["c", "b", "a", "d"]),
         ],
     )
-    def test_the_order(self, write_run: WriteRun, capsys: Any, order: str, expected: list[str]):
+    def test_runs_are_sorted(self, write_run: WriteRun, capsys: Any, order: str, expected: list[str]):
         for number, (name, lr) in enumerate([("a", 0.5), ("b", 1e-3), ("c", 0.1), ("d", 1e-5)]):
             curves = {"val_loss": [[0, 1], [number + 1, "nan"]], "val_accuracy": [[0], [number / 8]]}
             began = f"2026-01-01T10:00:0{[1, 0, 2, 3][number]}+00:00"
@@ -265,13 +262,13 @@ class TestShown:
             expected = ["d", "c", "b", "a"]
         assert names(listed(capsys, *filter(None, [order]))) == expected
 
-    def test_json_is_json(self, write_run: WriteRun, capsys: Any):
+    def test_a_value_that_is_not_finite_is_a_text_in_json(self, write_run: WriteRun, capsys: Any):
         write_run("a", curves={"val_loss": [[0], ["nan"]]})
         text = shown(capsys, "--json")
         assert "NaN" not in text
         assert json.loads(text)["runs"][0]["metrics"]["val_loss"] == {"best": "nan", "last": "nan", "mode": "min"}
 
-    def test_nothing_is_no_error(self, tmp_path: Path, monkeypatch: Any, capsys: Any):
+    def test_folders_without_runs_are_no_error(self, tmp_path: Path, monkeypatch: Any, capsys: Any):
         monkeypatch.chdir(tmp_path)
         assert "There are no runs in outputs and multirun, which do not exist here." in shown(capsys)
         assert "There are no runs in ." in shown(capsys, ".", "--html=runs.html")
@@ -287,7 +284,7 @@ class TestShown:
             ("--csv", "not --csv"),
         ],
     )
-    def test_wrong_arguments(self, write_run: WriteRun, capsys: Any, argument: str, message: str):
+    def test_arguments_that_are_refused(self, write_run: WriteRun, capsys: Any, argument: str, message: str):
         write_run("a")
         assert main(["runs", argument]) == 2
         assert message in capsys.readouterr().err
@@ -299,7 +296,7 @@ class TestShown:
         assert page_of_sweep(tmp_path / "outputs") == tmp_path / "outputs" / "runs.html"
         assert 'href="0/report.html"' not in (tmp_path / "outputs" / "runs.html").read_text()
 
-    def test_a_running_one_of_this_machine(self, write_run: WriteRun, capsys: Any):
+    def test_a_run_is_running_while_its_process_lives(self, write_run: WriteRun, capsys: Any):
         began = psutil.Process().create_time()
         write_run("a", state="running", host=platform.node(), process=os.getpid(), process_began=began)
         write_run("b", state="running", host=platform.node(), process=2**31 - 1)

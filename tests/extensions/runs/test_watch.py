@@ -6,8 +6,6 @@ import math
 import platform
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 
 from equipoise import Callback, RunReport, Trainer
-from equipoise.errors import ConfigurationError
 from equipoise.extensions.report import run_report
 from equipoise.extensions.report.run_file import live_values
 from equipoise.extensions.report.run_file.live_values import LiveValues
@@ -29,9 +26,10 @@ from equipoise.extensions.runs.watch.command import watch
 from equipoise.extensions.runs.watch.server import WatchServer
 from equipoise.extensions.runs.watch.watched_runs import WatchedRuns
 from tests.extensions.common.page.parsing import parse
-from tests.extensions.runs.conftest import WriteRun, content
+from tests.extensions.runs.run_files import WriteRun, content
 from tests.support.callback_runs import Small, loader
-from tests.support.quiet import QUIET
+from tests.support.programs import Program
+from tests.support.trainer_runs import refuses, trainer
 
 
 def only_run(folder: Path) -> Run:
@@ -68,24 +66,23 @@ class Looks(Callback):
 
 
 def fitted(folder: Path, callback: Callback, **options: Any) -> Trainer:
-    trainer = Trainer(
-        **QUIET, log_every_n_steps=1, default_root_dir=folder, callbacks=[RunReport(), callback], **options
-    )
-    trainer.fit(Logs(), loader(4, 2), loader(2, 2))
-    return trainer
+    callbacks = [RunReport(), callback]
+    run: Trainer = trainer(log_every_n_steps=1, default_root_dir=folder, callbacks=callbacks, **options)
+    run.fit(Logs(), loader(4, 2), loader(2, 2))
+    return run
 
 
 class TestLiveValues:
-    @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+    @pytest.mark.parametrize("devices", [["cpu"], pytest.param(["cpu", "cpu"], marks=pytest.mark.slow)])
     def test_values_can_be_read_as_soon_as_they_are_logged(self, tmp_path: Path, devices: list[str]):
         strategy = "ddp" if len(devices) > 1 else "auto"
-        trainer = fitted(tmp_path, Looks(tmp_path), devices=devices, strategy=strategy, max_epochs=3)
+        ended = fitted(tmp_path, Looks(tmp_path), devices=devices, strategy=strategy, max_epochs=3)
         run = only_run(tmp_path)
         assert run.state == "finished"
-        assert len(run.curves["number"]) == trainer.global_step > 3
+        assert len(run.curves["number"]) == ended.global_step > 3
         assert not (tmp_path / "live.jsonl").exists()
 
-    def test_the_file_stays_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_the_file_of_live_values_stays_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         wholes = []
 
         def write_whole() -> None:
@@ -284,16 +281,13 @@ class TestServer:
         Path("outputs/results.csv").write_text("folder,state,error,seconds\noutputs/two,failed,out of memory,3\n")
         assert "out of memory" in ask(served)[2]
 
-    @pytest.mark.parametrize(
-        "path",
-        ["/one/run.json", "/../one/report.html", "/%2e%2e/one/report.html", "//etc/passwd", "/one", "/two/report.html"],
-    )
-    def test_nothing_else_can_be_read(self, served: WatchServer, path: str):
-        assert ask(served, path)[0] == 404
+    def test_nothing_else_can_be_read(self, served: WatchServer):
+        encoded = ("/%2e%2e/one/report.html", "//etc/passwd")
+        for path in ("/one/run.json", "/../one/report.html", "/one", "/two/report.html", *encoded):
+            assert ask(served, path)[0] == 404, path
 
-    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-    def test_nothing_can_be_written(self, served: WatchServer, method: str):
-        assert ask(served, method=method)[0] == 501
+    def test_nothing_can_be_written(self, served: WatchServer):
+        assert [ask(served, method=method)[0] for method in ("POST", "PUT", "DELETE")] == [501] * 3
 
     def test_a_page_of_another_site_cannot_ask_under_its_name(self, served: WatchServer):
         assert ask(served, Host="evil.example")[0] == 403
@@ -317,27 +311,27 @@ class TestServer:
 
 
 class TestCommand:
-    def test_it_ends_with_an_interruption(self, tmp_path: Path):
-        program = "from equipoise.extensions.runs.watch.command import watch; watch(['--port=0'])"
-        arguments = [sys.executable, "-c", program]
-        with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout.readline().startswith("Runs: http://127.0.0.1:")
-                process.send_signal(signal.SIGINT)
-                assert process.stdout.read() == "Ended.\n"
-                assert process.wait(60) == 0
-            finally:
-                process.kill()
+    def test_the_command_ends_with_an_interrupt(self, tmp_path: Path):
+        source = "from equipoise.extensions.runs.watch.command import watch; watch(['--port=0'])"
+        with Program(source, folder=tmp_path) as program:
+            assert program.stdout.readline().startswith("Runs: http://127.0.0.1:")
+            program.send_signal(signal.SIGINT)
+            assert program.finish()[0] == "Ended.\n"
+            assert program.returncode == 0
 
-    def test_a_port_that_is_taken(self, served: WatchServer, tmp_path: Path):
-        with pytest.raises(ConfigurationError, match=r"--port=\d+ cannot be used: .*in use"):
-            watch([str(tmp_path), f"--port={served.server_port}"])
+    def test_a_port_that_is_taken_is_refused(self, served: WatchServer, tmp_path: Path):
+        port = f"--port={served.server_port}"
+        refuses(lambda: watch([str(tmp_path), port]), f"{port} cannot be used: ", "in use")
 
-    @pytest.mark.parametrize("port", ["--port=70000", "--port", "--port=x", "--port=-1"])
-    def test_a_port_that_is_none(self, port: str):
-        with pytest.raises(ConfigurationError, match="a number from 0 to 65535"):
-            watch([port])
-
-    def test_a_folder_that_does_not_exist(self):
-        with pytest.raises(ConfigurationError, match="no folder 'elsewhere' on this machine: equipoise watch takes"):
-            watch(["elsewhere"])
+    @pytest.mark.parametrize(
+        ("argument", "words"),
+        [
+            ("--port=70000", "a number from 0 to 65535"),
+            ("--port", "a number from 0 to 65535"),
+            ("--port=x", "a number from 0 to 65535"),
+            ("--port=-1", "a number from 0 to 65535"),
+            ("elsewhere", "no folder 'elsewhere' on this machine: equipoise watch takes"),
+        ],
+    )
+    def test_arguments_that_are_refused(self, argument: str, words: str):
+        refuses(lambda: watch([argument]), words)
