@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -428,6 +429,11 @@ class TestTwoProcesses:
         assert "of the first process" not in document.text
         assert [row.all("td")[0].text for row in sections(document)["Devices"].one("tbody").all("tr")] == ["cpu"]
 
+    def test_devices_of_several_machines_have_the_names_of_their_machines(self):
+        fit(equipoise.Trainer, OnAnotherMachine(), loader(6, batch_size=2), **TWO_PROCESSES)
+        rows = sections(read())["Devices"].one("tbody").all("tr")
+        assert [row.all("td")[0].text for row in rows] == ["machine 0 cpu", "machine 1 cpu"]
+
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_failure_in_either_leaves_one(self, rank: int):
         with pytest.raises(Exception, match="stop here"):
@@ -444,6 +450,14 @@ class LogsMeans(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("rank", float(self.trainer.global_rank), sync_dist=True)
         return super().training_step(batch, batch_idx)
+
+
+class OnAnotherMachine(Small):
+    """Each process is on a machine of its own."""
+
+    def setup(self, stage: str) -> None:
+        # The processes of a test end after it, so nothing is to be undone.
+        platform.node = lambda: f"machine {self.global_rank}"
 
 
 class FailsIn(Small):

@@ -171,3 +171,8 @@ def test_the_strategy_keeps_no_module_and_can_be_sent() -> None:
     gc.collect()
     assert reference() is None
     assert pickle.loads(pickle.dumps(strategy)).count == 4
+
+
+def test_no_more_devices_are_taken_than_there_are_virtual_ones() -> None:
+    devices = [torch.device("cuda", index) for index in range(5)]
+    assert VirtualDevicesStrategy(count=2).default_devices(devices) == devices[:2]
