@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -15,7 +16,18 @@ from equipoise import EnsembleStrategy, Trainer
 from tests.support.equality import assert_equal
 from tests.support.quiet import QUIET
 
-__all__ = ["CLASSES", "CLOSE", "Classifier", "alone", "assert_members", "ensemble", "loader", "states_alone", "trainer"]
+__all__ = [
+    "CLASSES",
+    "CLOSE",
+    "Classifier",
+    "SavesAt",
+    "alone",
+    "assert_members",
+    "ensemble",
+    "loader",
+    "states_alone",
+    "trainer",
+]
 
 CLASSES = 3
 # What is said of the numbers of members that are computed at once. One by one they are the same to the bit.
@@ -65,6 +77,17 @@ class Classifier(L.LightningModule):
             return torch.optim.Adafactor(self.parameters(), lr=0.01)
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class SavesAt(L.Callback):
+    """Saves a checkpoint after a number of batches."""
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
 
 
 def loader(samples: int = 43, *, shuffle: bool = True, **options: Any) -> DataLoader[Any]:

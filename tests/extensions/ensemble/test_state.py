@@ -16,7 +16,7 @@ from torchmetrics import SumMetric
 
 from equipoise import CheckpointError, EnsembleStrategy, OOMRecovery, StepError, Trainer, split_ensemble
 from equipoise.extensions.ensemble.gradients import WeightsOfMembers
-from tests.extensions.ensemble.runs import CLOSE, Classifier, alone, assert_members, ensemble, loader, trainer
+from tests.extensions.ensemble.runs import CLOSE, Classifier, SavesAt, alone, assert_members, ensemble, loader, trainer
 from tests.support.equality import assert_equal
 from tests.support.pairs import pairwise
 from tests.support.trainer_runs import refuses
@@ -81,12 +81,7 @@ def test_a_resumed_ensemble_ends_as_an_uninterrupted_one(
     whole, _, _ = ensemble(SEED, module, mode="one_by_one", **options)
     expected = [member.state_dict() for member in whole.member_modules()]
 
-    class Interrupted(Classifier):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.trainer.fit_loop.total_batch_idx + 1 == steps:
-                self.trainer.save_checkpoint(tmp_path / "x.ckpt")
-
-    ensemble(SEED, partial(Interrupted, optimizer=optimizer), mode=before, **options)
+    ensemble(SEED, module, mode=before, callbacks=[SavesAt(steps, tmp_path / "x.ckpt")], **options)
     seed_everything(99, verbose=False)
     strategy, resumed = EnsembleStrategy(members=3, mode=after), module()
     trainer(strategy, **options).fit(resumed, loader(), loader(shuffle=False), ckpt_path=tmp_path / "x.ckpt")
@@ -97,23 +92,27 @@ def with_private_generator(seed: int) -> Any:
     return loader(generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("data", [lambda seed: loader(), with_private_generator], ids=["global", "private"])
-def test_files_of_members_are_those_of_runs_of_their_own(data: Any, tmp_path: Path) -> None:
-    """Orders of samples are drawn from torch's numbers, or from those of the loader."""
-    _, run, _ = ensemble(SEED, data=partial(data, SEED), max_epochs=1)
-    run.save_checkpoint(tmp_path / "all.ckpt")
+@pytest.mark.parametrize(("data", "batches"), pairwise([lambda seed: loader(), with_private_generator], [4, 8]))
+def test_files_of_members_are_those_of_runs_of_their_own(data: Any, batches: int, tmp_path: Path) -> None:
+    """Within a window and at the end of an epoch; orders come from torch's numbers, or from those of the loader."""
+
+    def options(name: str, seed: int) -> dict[str, Any]:
+        callbacks = [SavesAt(batches, tmp_path / name)]
+        return {"data": partial(data, seed), "callbacks": callbacks, "accumulate_grad_batches": 3}
+
+    ensemble(SEED, **options("all.ckpt", SEED))
     files = split_ensemble(tmp_path / "all.ckpt", tmp_path / "members")
     assert [file.name for file in files] == [f"all-member_{member}.ckpt" for member in range(3)]
     for member, file in enumerate(files):
-        own = {"data": partial(data, SEED + member)}
+        whole, _ = alone(SEED + member, **options("own.ckpt", SEED + member))
         # 1. The weights, for any program.
-        expected, _ = alone(SEED + member, max_epochs=1, **own)
-        assert_equal(expected, Classifier.load_from_checkpoint(file), CLOSE)
+        own, split = (Classifier.load_from_checkpoint(path) for path in (tmp_path / "own.ckpt", file))
+        assert_equal(own, split, CLOSE)
         # 2. The rest of its run, on one device.
         seed_everything(99, verbose=False)
-        resumed = Classifier()
-        trainer(max_epochs=2).fit(resumed, data(99), loader(shuffle=False), ckpt_path=file)
-        assert_equal(alone(SEED + member, **own)[0], resumed, CLOSE)
+        resumed, run = Classifier(), trainer(accumulate_grad_batches=3)
+        run.fit(resumed, data(99), loader(shuffle=False), ckpt_path=file)
+        assert_equal(whole, resumed, CLOSE)
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
