@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, PackedCollate, TokenBatchSampler, predict_memory
@@ -16,6 +15,7 @@ from equipoise.extensions.common import bench
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.planned_batches import planned_batches
 from equipoise.extensions.planning.tracing.tracer import trace_step
+from tests.extensions.tokens.sequences import padded
 from tests.support.bounded_calls import call_here
 from tests.support.commands import equipoise, no_trace
 from tests.support.projects import project_in
@@ -137,12 +137,9 @@ def shapes(loader: Any) -> list[list[int]]:
     return [list(batch.shape) for batch in planned_batches(loader).batches]
 
 
-def test_batches_that_are_planned() -> None:
+def test_the_longest_samples_and_the_most_are_planned() -> None:
     lengths = [40] * 3 + [3] * 50 + [20] * 5
     data = [torch.ones(length, dtype=torch.int64) for length in lengths]
-
-    def padded(samples: list[Tensor]) -> Tensor:
-        return pad_sequence(samples, batch_first=True)
 
     # 1. Padded: the longest samples, and the most.
     loader = DataLoader(data, batch_sampler=TokenBatchSampler(lengths, 120), collate_fn=padded)
@@ -183,7 +180,7 @@ def test_a_loader_is_planned_with_the_longest_samples() -> None:
     lengths = [2, 2, 2, 9, 9]
     data = [torch.ones(length, dtype=torch.int64) for length in lengths]
     sampler = TokenBatchSampler(lengths, 18)
-    loader = DataLoader(data, batch_sampler=sampler, collate_fn=lambda samples: pad_sequence(samples, batch_first=True))
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=padded)
     expected = predict_memory(Sums(), torch.ones(2, 9, dtype=torch.int64))
     found = predict_memory(Sums(), loader)
     assert found.batch_size == 2

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PackedCollate, TokenBatchSampler
-from tests.extensions.tokens.test_packed_collate import WORDS, model, summed_loss
-from tests.extensions.tokens.test_sampler import tokens
+from tests.extensions.tokens.language_models import language_model, summed_loss
+from tests.extensions.tokens.sequences import WORDS, tokens
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import trainer
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +35,7 @@ class LanguageModel(L.LightningModule):
 
     def __init__(self, most_rows: int = 1000) -> None:
         super().__init__()
-        self.net = model("gpt2", "sdpa")
+        self.net = language_model("gpt2", "sdpa")
         self.most_rows = most_rows
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -77,5 +78,4 @@ def padded_weights() -> list[Tensor]:
 def test_packed_batches_train_as_padded_ones(name: str, padded_weights: list[Tensor]) -> None:
     collate, options = RUNS[name]
     most_rows = 2 if name == "micro-batches" else 1000
-    for weight, expected in zip(trained(collate(), most_rows, **options), padded_weights, strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-10)
+    assert_equal(padded_weights, trained(collate(), most_rows, **options), 1e-10)
