@@ -562,11 +562,46 @@ def test_orders_are_those_of_runs_of_their_own_with_a_private_generator() -> Non
     assert_members(expected, strategy, CLOSE)
 
 
-@pytest.mark.parametrize("options", [{"drop_last": True}, {"num_workers": 1}], ids=str)
-def test_loaders(options: dict[str, Any], seed: int) -> None:
+def by_number(samples: list[Any]) -> dict[int, torch.Tensor]:
+    return dict(enumerate(map(torch.stack, zip(*samples, strict=True))))
+
+
+def of_any_size(samples: list[Any]) -> list[torch.Tensor]:
+    """Leave samples out, so that batches of the members differ in their size."""
+    features, labels = map(torch.stack, zip(*samples, strict=True))
+    kept = features[:, 0] > -0.5
+    return [features[kept], labels[kept]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"drop_last": True}, {"num_workers": 1}, {"collate_fn": by_number}, {"collate_fn": of_any_size}],
+    ids=["last batches left out", "workers", "batches of another kind", "batches of any size"],
+)
+def test_members_read_the_batches_of_runs_of_their_own(options: dict[str, Any], seed: int) -> None:
     data = partial(loader, **options)
     strategy, _, _ = ensemble(seed, data=data)
     assert_members(states_alone(seed, 3, data=data), strategy, CLOSE)
+
+
+class OfTwoLoaders(Classifier):
+    """Notes what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append((batch["own"][0].sum().item(), batch["shared"][0].sum().item()))
+        return super().training_step(batch["own"], batch_idx)
+
+
+def test_members_share_a_loader_beside_one_that_shuffles(seed: int) -> None:
+    data = {"own": loader(), "shared": loader(shuffle=False)}
+    _, _, module = ensemble(seed, OfTwoLoaders, lambda: data, max_epochs=1)
+    own, shared = zip(*module.seen, strict=True)
+    assert shared[::3] == shared[1::3] == shared[2::3] == tuple(batch[0].sum().item() for batch in data["shared"])
+    assert len(set(own)) == len(own)
 
 
 def sampled(sampler: Any) -> DataLoader[Any]:

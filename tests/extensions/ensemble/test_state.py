@@ -39,27 +39,43 @@ def test_logs_are_means_and_evaluations_log_each_member(mode: Any) -> None:
     assert "val_loss/member_0" not in run.progress_bar_metrics
 
 
+class Reporting(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        p = self(batch[0]).softmax(-1)
+        return {"p": p, "label": batch[1], "score": p[0, 0].item(), "names": ["a", ("b", p.mean())]}
+
+
 def test_predictions_are_averaged() -> None:
-    strategy, run, module = ensemble(SEED)
+    """Numbers and tensors in any containers; labels and texts are the same for all members."""
+    strategy, run, module = ensemble(SEED, Reporting)
     outputs = run.predict(module, loader(shuffle=False))
-    assert outputs is not None
-    for batch, output in zip(loader(shuffle=False), outputs, strict=True):
-        members = [member(batch[0]).softmax(-1) for member in strategy.member_modules()]
-        assert torch.allclose(output["p"], torch.stack(members).mean(0), rtol=CLOSE, atol=0)
-        assert torch.equal(output["label"], batch[1])
+    expected = []
+    for batch in loader(shuffle=False):
+        p = torch.stack([member(batch[0]).softmax(-1) for member in strategy.member_modules()]).detach().mean(0)
+        expected.append({"p": p, "label": batch[1], "score": p[0, 0].item(), "names": ["a", ("b", p.mean())]})
+    assert_equal(expected, outputs, CLOSE)
 
 
-def test_predictions_without_a_mean_come_as_a_list() -> None:
-    class Labels(Classifier):
+@pytest.mark.parametrize(
+    "of_logits",
+    [
+        lambda logits: logits.argmax(-1),
+        lambda logits: f"class {logits.argmax()} of the batch",
+        lambda logits: logits[logits > 0.4],
+        lambda logits: logits[logits > 0.4].tolist(),
+    ],
+    ids=["whole numbers", "texts", "shapes", "lengths"],
+)
+def test_predictions_without_a_mean_come_as_a_list(of_logits: Any) -> None:
+    class Other(Classifier):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch[0]).argmax(-1)
+            return of_logits(self(batch[0]))
 
-    strategy, run, module = ensemble(SEED, Labels)
+    strategy, run, module = ensemble(SEED, Other)
     (first, *_) = run.predict(module, loader(shuffle=False)) or []
     (batch, *_) = loader(shuffle=False)
-    expected = [member(batch[0]).argmax(-1) for member in strategy.member_modules()]
-    assert len(first) == 3
-    assert all(map(torch.equal, first, expected))
+    expected = [of_logits(member(batch[0]).detach()) for member in strategy.member_modules()]
+    assert_equal(expected, first, CLOSE)
 
 
 @pytest.mark.quick_cases(5)
