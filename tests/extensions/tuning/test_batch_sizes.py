@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import TokenBatchSampler, Trainer
 from equipoise.extensions.planning import MemoryPrediction, PlannedDevice, predict_memory
 from equipoise.extensions.tuning import batch_sizes
+from tests.support.equality import assert_equal
 from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses
 
@@ -138,7 +139,7 @@ def test_hyperparameters_in_a_plain_dictionary(room: Any) -> None:
     assert module.seen == [32] * 2
 
 
-def test_a_data_module(room: Any) -> None:
+def test_the_size_of_a_data_module_is_searched(room: Any) -> None:
     room(bytes_for(50))
     module, data = Ordinary(), Data()
     Trainer(**OPTIONS, callbacks=[BatchSizeFinder()]).fit(module, datamodule=data)
@@ -147,7 +148,7 @@ def test_a_data_module(room: Any) -> None:
 
 
 @pytest.mark.slow
-def test_never_more_than_the_samples() -> None:
+def test_a_size_is_never_more_than_the_samples() -> None:
     """The memory is that of the machine, and the prediction is made here."""
     module = Sized()
     with pytest.warns(UserWarning, match=f"An epoch of {SAMPLES:,} samples has 1 step with batches of {SAMPLES:,}"):
@@ -156,7 +157,7 @@ def test_never_more_than_the_samples() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("power", 32), ("binsearch", 40)])
-def test_a_size_that_was_predicted_and_does_not_fit(mode: str, expected: int, room: Any) -> None:
+def test_a_predicted_size_that_does_not_fit_is_made_smaller(mode: str, expected: int, room: Any) -> None:
     room(bytes_for(70))
     module = Bounded()
     Trainer(**OPTIONS, callbacks=[BatchSizeFinder(mode=mode, margin=0.0)]).fit(module)
@@ -184,14 +185,14 @@ def test_the_tuner_searches_without_a_fit(room: Any) -> None:
 def test_nothing_else_notices_the_search(room: Any) -> None:
     """Weights and orders of the fit are those of a fit that had the size from the beginning."""
     room(bytes_for(100))
-    weights = []
+    modules = []
     for callbacks in ([BatchSizeFinder()], []):
         module = Sized()
         module.batch_size = 64
         torch.manual_seed(11)
         Trainer(**OPTIONS, callbacks=callbacks).fit(module)
-        weights.append(nn.utils.parameters_to_vector(module.parameters()))
-    assert torch.equal(*weights)
+        modules.append(module)
+    assert_equal(*modules)
 
 
 def test_a_failed_search_gives_the_data_module_its_size_back() -> None:
@@ -205,45 +206,42 @@ def test_a_failed_search_gives_the_data_module_its_size_back() -> None:
     assert data.hparams["batch_size"] == 7
 
 
-def test_what_cannot_be_searched(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fit(module: L.LightningModule, *loaders: Any, **settings: Any) -> Callable[[], None]:
-        return lambda: Trainer(**OPTIONS, callbacks=[BatchSizeFinder(**settings)]).fit(module, *loaders)
+class ByTokens(Sized):
+    max_tokens = 2
 
-    refuses(fit(Sized(), made_loader(4)), "loaders were passed", "train_dataloader()")
-    refuses(fit(Sized(), batch_arg_name="size"), "`size`", "batch_arg_name")
-    room(bytes_for(1) - 1)
-    refuses(fit(Sized()), "0 samples are predicted to fit", "init_val=2")
-    room(bytes_for(100))
-    monkeypatch.setattr(Bounded, "most", 2)
-    refuses(fit(Bounded(), max_trials=3), "ran out of memory with each of 3 sizes", "down to 16")
+    def train_dataloader(self) -> Any:
+        sampler = TokenBatchSampler([1] * SAMPLES, self.max_tokens)
+        return DataLoader(made_loader(1).dataset, batch_sampler=sampler)
 
 
-def test_batches_by_tokens_are_not_searched() -> None:
-    class ByTokens(Sized):
-        max_tokens = 2
-
-        def train_dataloader(self) -> Any:
-            data = made_loader(1).dataset
-            return DataLoader(data, batch_sampler=TokenBatchSampler([1] * SAMPLES, self.max_tokens))
-
-    finder = BatchSizeFinder(batch_arg_name="max_tokens")
-    refuses(lambda: Trainer(**OPTIONS, callbacks=[finder]).fit(ByTokens()), "TokenBatchSampler", "`equipoise plan`")
+class Tight(Bounded):
+    most = 2
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("fits", "make", "settings", "words"),
     [
-        ({"init_val": 0}, ["init_val=0", "at least 1"]),
-        ({"steps_per_trial": 0}, ["steps_per_trial=0", "at least 1"]),
-        ({"max_trials": 0}, ["max_trials=0", "at least 1"]),
-        ({"init_val": 8, "max_val": 4}, ["max_val=4", "smaller than init_val=8"]),
-        ({"init_val": 2 * SAMPLES}, [f"the training set has {SAMPLES} samples", f"fewer than init_val={2 * SAMPLES}"]),
+        (100, Sized, {"batch_arg_name": "size"}, ["`size`", "batch_arg_name"]),
+        (0, Sized, {}, ["0 samples are predicted to fit", "init_val=2"]),
+        (100, Tight, {"max_trials": 3}, ["ran out of memory with each of 3 sizes", "down to 16"]),
+        (100, ByTokens, {"batch_arg_name": "max_tokens"}, ["TokenBatchSampler", "`equipoise plan`"]),
+        (100, Sized, {"init_val": 0}, ["init_val=0", "at least 1"]),
+        (100, Sized, {"steps_per_trial": 0}, ["steps_per_trial=0", "at least 1"]),
+        (100, Sized, {"max_trials": 0}, ["max_trials=0", "at least 1"]),
+        (100, Sized, {"init_val": 8, "max_val": 4}, ["max_val=4", "smaller than init_val=8"]),
+        (4 * SAMPLES, Sized, {"init_val": 2 * SAMPLES}, [f"has {SAMPLES} samples", f"than init_val={2 * SAMPLES}"]),
     ],
-    ids=["first size", "steps", "trials", "bounds", "samples"],
 )
-def test_impossible_settings(settings: dict[str, Any], words: list[str], room: Any) -> None:
-    room(bytes_for(4 * SAMPLES))
-    refuses(lambda: Trainer(**OPTIONS, callbacks=[BatchSizeFinder(**settings)]).fit(Sized()), *words)
+def test_searches_that_are_refused(
+    fits: int, make: type[Sized], settings: dict[str, Any], words: list[str], room: Any
+) -> None:
+    room(bytes_for(fits) if fits else bytes_for(1) - 1)
+    refuses(lambda: Trainer(**OPTIONS, callbacks=[BatchSizeFinder(**settings)]).fit(make()), *words)
+
+
+def test_loaders_that_were_passed_are_refused() -> None:
+    trainer = Trainer(**OPTIONS, callbacks=[BatchSizeFinder()])
+    refuses(lambda: trainer.fit(Sized(), made_loader(4)), "loaders were passed", "train_dataloader()")
 
 
 def test_a_margin_leaves_one_sample(room: Any) -> None:

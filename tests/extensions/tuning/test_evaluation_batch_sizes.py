@@ -123,14 +123,14 @@ def test_nothing_else_notices_the_search() -> None:
     assert results[0] == results[1]
 
 
-def test_a_data_module_with_a_stream() -> None:
+def test_a_data_module_with_a_stream_is_searched_until_the_trials_end() -> None:
     """Without a number of samples the trials end the search."""
     data = Data()
     found = Tuner(trainer()).scale_batch_size(Validated(), datamodule=data, method="predict", max_trials=3)
     assert found == data.hparams["batch_size"] == 8
 
 
-def test_loaders_that_were_passed() -> None:
+def test_loaders_that_were_passed_are_not_searched() -> None:
     tuner, module = Tuner(trainer()), Sized()
     refuses(
         lambda: tuner.scale_batch_size(module, dataloaders=loader(), method="test"),
@@ -141,7 +141,7 @@ def test_loaders_that_were_passed() -> None:
     assert module.seen == [2, 2, 2]
 
 
-def test_what_cannot_be_searched() -> None:
+def test_searches_that_are_refused() -> None:
     refuses(lambda: search("test", Validated()), "`batch_size`", "batch_arg_name")
     refuses(lambda: search("test", Sized(), init_val=0), "init_val=0", "at least 1")
     refuses(lambda: search("test", Sized(0), init_val=4), "with each of 3 sizes, down to 1")

@@ -1,34 +1,22 @@
 """Private names of Lightning's finders: what a search reads under them, and the refusal without them."""
 
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import lightning_utilities.core.rank_zero as rank_zero_module
 import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.tuner import Tuner
 
-from equipoise import ConfigurationError, Trainer
+from equipoise import ConfigurationError
 from equipoise.extensions.common.suggested_rate import suggested_rate
 from equipoise.extensions.tuning import interop
 from equipoise.extensions.tuning.interop import (
-    ends_after_search,
     keep_learning_rates,
     learning_rate_settings,
     results_of,
 )
 from tests.support.hidden_names import hide
 from tests.support.trainer_runs import Small, loader, trainer
-
-
-def test_a_search_of_the_tuner_ends_before_the_fit() -> None:
-    added: list[Any] = []
-    ours = Trainer(logger=False, enable_checkpointing=False)
-    with mock.patch.object(Trainer, "fit", lambda self, *args, **options: added.extend(self.callbacks)):
-        Tuner(ours).scale_batch_size(Small())
-    assert [ends_after_search(finder) for finder in added if isinstance(finder, BatchSizeFinder)] == [True]
-    assert not ends_after_search(BatchSizeFinder())
 
 
 def test_the_results_of_a_search_for_a_learning_rate() -> None:
@@ -64,7 +52,7 @@ def test_the_results_of_a_search_are_of_the_package_of_its_finder(name: str, mon
         (BatchSizeFinder(), "_max_val", "equipoise plan"),
     ],
 )
-def test_finders_whose_arguments_are_unknown(
+def test_finders_without_a_private_name_are_refused(
     finder: Any, name: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, type(finder), name)
@@ -75,7 +63,7 @@ def test_finders_whose_arguments_are_unknown(
     assert remedy in str(error.value)
 
 
-def test_a_search_whose_results_have_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_the_class_of_its_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interop, "_RESULTS", "lightning.pytorch.tuner.lr_finder._Gone")
     with pytest.raises(ConfigurationError, match=r"which lacks lightning.*_Gone.*pip install 'lightning>="):
         trainer(callbacks=[LearningRateFinder()]).fit(Small(), loader())

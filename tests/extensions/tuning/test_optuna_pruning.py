@@ -138,14 +138,14 @@ def test_an_error_of_the_trial_is_that_of_the_fit(devices, tmp_path):
         fitted(Scalar(tmp_path), Refusing(), devices)
 
 
-def test_wrong_arguments(tmp_path, monkeypatch):
+def test_arguments_that_are_refused(tmp_path, monkeypatch):
     refuses(lambda: fitted(Scalar(tmp_path), None, ["cpu"]), "needs the trial in the process of rank 0")
     refuses(lambda: OptunaPruning("trial"), "a trial of Optuna", "not 'trial'")
     monkeypatch.setitem(sys.modules, "optuna", None)
     refuses(lambda: OptunaPruning(Trial()), "needs optuna, which is not installed: pip install optuna")
 
 
-def test_a_value_that_was_not_logged(tmp_path):
+def test_a_value_that_was_not_logged_is_refused(tmp_path):
     trainer = Trainer(**{**QUIET, "max_epochs": 1, "accelerator": "cpu"}, callbacks=[OptunaPruning(Trial(), "val_los")])
     loader = DataLoader(torch.zeros(1, 1))
     with pytest.raises(Exception, match="reports 'val_los', which was not logged: there are val_loss"):
@@ -153,7 +153,7 @@ def test_a_value_that_was_not_logged(tmp_path):
 
 
 @DEVICES
-def test_a_study(devices, tmp_path, pruned):
+def test_a_study_of_optuna_prunes_the_worse_trial(devices, tmp_path, pruned):
     """The second trial is worse than the first at each step, so the median of one trial prunes it at the first."""
     import optuna
 
