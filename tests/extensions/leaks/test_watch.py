@@ -127,7 +127,7 @@ def test_planted_leaks_are_named_with_their_line(keep: Keep, holder: str) -> Non
 
 
 @pytest.mark.usefixtures("set_aside")
-def test_what_was_there_before_training_and_is_added_to() -> None:
+def test_leaks_into_tensors_that_were_there_before_training() -> None:
     """In place, so that a tensor that is older than the watch gets a graph: an attribute, a buffer, a global."""
 
     def of_attribute(model: Model, loss: Tensor, step: int) -> None:
@@ -147,7 +147,7 @@ def test_what_was_there_before_training_and_is_added_to() -> None:
         assert [leak.holder for leak in run(keep, model=model)] == [holder]
 
 
-def test_containers_are_told_once() -> None:
+def test_a_leak_into_a_container_is_told_once() -> None:
     def pairs(model: Model, loss: Tensor, step: int) -> None:
         model.losses.append({"step": step, "loss": loss})  # type: ignore[arg-type]
 
@@ -160,7 +160,7 @@ def test_containers_are_told_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("set_aside")
-def test_growing_graphs_of_which_nothing_stays() -> None:
+def test_growing_graphs_of_which_nothing_stays_are_no_leak() -> None:
     """A recurrent network on ever longer sequences whose last output is kept."""
     cell, kept = nn.GRUCell(3, 3), types.SimpleNamespace(last=None)
     watch = LeakWatch(lambda: {"kept": kept}, lambda _: False)
@@ -177,7 +177,7 @@ def test_growing_graphs_of_which_nothing_stays() -> None:
     assert not found
 
 
-def test_objects_that_do_not_let_themselves_be_looked_at() -> None:
+def test_objects_that_fail_when_they_are_read_are_passed_over() -> None:
     class Closed(dict[str, Any]):
         def __getitem__(self, key: str) -> Any:
             raise OSError("the file is closed")
@@ -217,7 +217,7 @@ def test_objects_that_warn_when_they_are_read() -> None:
     assert not caught
 
 
-def test_arrays_of_objects_and_generators() -> None:
+def test_tensors_are_found_in_arrays_of_objects_and_generators() -> None:
     import numpy as np
 
     loss = torch.ones(())
@@ -244,7 +244,7 @@ def test_of_a_large_container_the_end_is_searched() -> None:
     assert [tensor is loss for tensor in found] == [True, True]  # and nothing of what is passed over
 
 
-def test_a_hook_that_keeps_activations() -> None:
+def test_a_forward_hook_that_keeps_activations_is_named() -> None:
     model = Model()
     activations: list[Tensor] = []
     model.layer[0].register_forward_hook(lambda module, args, output: activations.append(output))
@@ -253,14 +253,14 @@ def test_a_hook_that_keeps_activations() -> None:
     assert "a forward hook of model.layer.0" in leak.holder
 
 
-def test_a_logger_that_keeps_what_it_gets() -> None:
+def test_a_logger_that_keeps_what_it_gets_is_named() -> None:
     logger = types.SimpleNamespace(metrics={"loss": []})
     (leak,) = run(lambda model, loss, step: logger.metrics["loss"].append(loss), roots={"CSVLogger": logger})
     assert leak.holder == "CSVLogger.metrics['loss']"
 
 
 @pytest.mark.slow
-def test_many_bytes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_bytes_without_a_graph_are_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_MANY_BYTES", 2**21)
     kept: list[Tensor] = []
     found = run(
@@ -337,43 +337,37 @@ HABITS = [last, ring, detached, numbers, average, rare, sawtooth]
 
 
 @pytest.mark.usefixtures("set_aside")
-@pytest.mark.parametrize(
-    "chosen",
-    [*(pytest.param([habit], marks=pytest.mark.slow) for habit in HABITS), HABITS],
-    ids=[*"1234567", "all"],
-)
-def test_healthy_habits(chosen: list[Keep]) -> None:
-    """Each habit keeps tensors, but no growing graph; alone, and beside all others."""
+def test_healthy_habits_are_left_in_peace() -> None:
+    """Each habit keeps tensors, but no growing graph."""
 
     def keep(model: Model, loss: Tensor, step: int) -> None:
-        for habit in chosen:
+        for habit in HABITS:
             habit(model, loss, step)
 
     assert not run(keep)
 
 
+def leaks_of_epochs(seconds: float) -> list[str]:
+    """What holds a leak of a loss in each of six epochs, of so many seconds."""
+    model = Model()
+    watch = LeakWatch(lambda: {"model": model}, lambda _: False)
+    found: list[Leak] = []
+    for epoch in range(6):
+        model.losses.append(model(torch.randn(2, 6)).mean())
+        found += watch.after_epoch(epoch, seconds=seconds)
+    return [leak.holder for leak in found]
+
+
 # Graphs of other tests may be collected between two epochs, and would make up for the growth.
 @pytest.mark.usefixtures("set_aside")
 @pytest.mark.slow
-def test_growth_from_epoch_to_epoch() -> None:
-    """Growth that is too rare for the first steps is noticed when epochs end."""
-    model = Model()
-    watch = LeakWatch(lambda: {"model": model}, lambda _: False)
-    found: list[Leak] = []
-    for epoch in range(6):
-        model.losses.append(model(torch.randn(2, 6)).mean())
-        found += watch.after_epoch(epoch, seconds=1e9)
-    assert [leak.holder for leak in found] == ["model.losses"]
+def test_growth_from_epoch_to_epoch_is_noticed_when_epochs_end() -> None:
+    """It is too rare for the first steps."""
+    assert leaks_of_epochs(seconds=1e9) == ["model.losses"]
 
 
 def test_epochs_are_passed_over_where_looking_takes_too_long() -> None:
-    model = Model()
-    watch = LeakWatch(lambda: {"model": model}, lambda _: False)
-    found: list[Leak] = []
-    for epoch in range(6):
-        model.losses.append(model(torch.randn(2, 6)).mean())
-        found += watch.after_epoch(epoch, seconds=0.0)
-    assert not found
+    assert leaks_of_epochs(seconds=0.0) == []
 
 
 def test_objects_that_somebody_set_aside_stay_there() -> None:
@@ -387,7 +381,7 @@ def test_objects_that_somebody_set_aside_stay_there() -> None:
         gc.unfreeze()
 
 
-def test_who_is_a_user() -> None:
+def test_files_of_the_user_are_told_from_those_of_packages() -> None:
     assert is_of_user(__file__)
     assert not is_of_user(torch.__file__)
     assert not is_of_user(random.__file__)

@@ -88,7 +88,7 @@ def test_one_step_of_many_is_read(device: Device) -> None:
     assert [1000 * seconds for seconds in times.seconds.values()] == pytest.approx([2, 4, 8, 16, 32, 64])
 
 
-def test_a_step_without_a_border(device: Device) -> None:
+def test_a_step_without_a_border_between_forward_and_backward(device: Device) -> None:
     """A compiled step computes forward and backward as one."""
     times = DeviceTimes()
     run_steps(times, device, 48, backward=False)
@@ -125,7 +125,7 @@ def test_a_step_in_parts_is_left_out(device: Device) -> None:
     assert sum(times.seconds.values()) == 0
 
 
-def test_parts_are_those_of_the_device() -> None:
+def test_the_parts_of_a_step_are_those_of_the_device() -> None:
     """The host is done with a step soon, and waits in the callback for the device."""
     cells = {
         Cell(parts.DATA): 1.0,

@@ -23,14 +23,6 @@ def slow_data(clock: Clock, folder: Path) -> StepTimes:
     return fit(Ticking(clock), loader(clock, 3.5, num_workers=0))[0]
 
 
-def slow_collate(clock: Clock, folder: Path) -> StepTimes:
-    def collate(samples: list[Tensor]) -> Tensor:
-        clock.tick(3.5)
-        return torch.stack(samples)
-
-    return fit(Ticking(clock), loader(clock, collate_fn=collate))[0]
-
-
 def data_without_loader(clock: Clock, folder: Path) -> StepTimes:
     class Batches:
         def __iter__(self) -> Any:
@@ -43,10 +35,6 @@ def data_without_loader(clock: Clock, folder: Path) -> StepTimes:
 
 def slow_callback(clock: Clock, folder: Path) -> StepTimes:
     return fit(Ticking(clock), loader(clock), callbacks=[Slow(clock, 3.5)])[0]
-
-
-def rare_callback(clock: Clock, folder: Path) -> StepTimes:
-    return fit(Ticking(clock), loader(clock), callbacks=[Slow(clock, 28.0, every=8)])[0]
 
 
 def callback_before_a_step(clock: Clock, folder: Path) -> StepTimes:
@@ -127,10 +115,8 @@ def many_reads(clock: Clock, folder: Path) -> StepTimes:
 
 PLANTED: dict[Program, str] = {
     slow_data: "50% of the time is spent waiting for data: the loader has num_workers=0: try num_workers=2",
-    slow_collate: "50% of the time is spent waiting for data: the loader has num_workers=0: try num_workers=2",
     data_without_loader: "49% of the time is spent waiting for data: let the loader read ahead",
     slow_callback: "the callback Slow takes 50% of the time",
-    rare_callback: "the callback Slow takes 53% of the time",
     callback_before_a_step: "the callback Slow takes 50% of the time",
     slow_module_hook: "hooks of the module take 50% of the time",
     frequent_validation: "validation every 4 steps takes 34% of the time: try val_check_interval=20",
@@ -167,10 +153,6 @@ def with_everything(clock: Clock, folder: Path) -> StepTimes:
     options = {"enable_checkpointing": True, "max_epochs": 2}
     callbacks = [Slow(clock, 0.25), ModelCheckpoint(folder)]
     return fit(module, loader(clock, 0.5), loader(clock), callbacks=callbacks, **options)[0]
-
-
-def accumulating(clock: Clock, folder: Path) -> StepTimes:
-    return fit(Ticking(clock), loader(clock, 0.25), accumulate_grad_batches=4)[0]
 
 
 def reading_a_value(clock: Clock, folder: Path) -> StepTimes:
@@ -225,7 +207,6 @@ def small_steps_of_large_batches(clock: Clock, folder: Path) -> StepTimes:
 HEALTHY = [
     plain,
     with_everything,
-    accumulating,
     reading_a_value,
     reads_of_torch,
     slow_first_steps,
@@ -258,18 +239,18 @@ def times(steps: int = 100, ranks: Any = (), **parts: float) -> RunTimes:
     ("workers", "processors", "remedy"),
     [(2, 16, "try num_workers=8"), (2, 2, "prepare the samples once"), (0, 1, "try num_workers=2")],
 )
-def test_workers(workers: int, processors: int, remedy: str) -> None:
+def test_the_number_of_workers_that_is_proposed(workers: int, processors: int, remedy: str) -> None:
     facts = Facts(num_workers=workers, processors=processors)
     limit = describe_limit(times(waiting_for_data=5.0, forward=5.0), facts)
     assert limit.endswith(f"num_workers={workers}: {remedy}" if "once" not in remedy else "once, before training")
 
 
-def test_a_copy() -> None:
+def test_pinned_memory_is_proposed_for_copies() -> None:
     limit = describe_limit(times(copying_batches=5.0, forward=5.0), Facts())
     assert limit == "copying batches to the device takes 50% of the time: try pin_memory=True in the loader"
 
 
-def test_an_exchange() -> None:
+def test_accumulation_is_proposed_for_an_exchange() -> None:
     """Time of the exchange that is spent waiting for a slow process is none of its own."""
     parts = {"exchange": 4.0, "forward": 6.0}
     limit = describe_limit(times(ranks=[6.0, 6.0], **parts), Facts())
@@ -283,11 +264,11 @@ def test_the_largest_limit_is_named() -> None:
     assert limit.startswith("the callback A takes 38%")
 
 
-def test_ranks_that_differ_little() -> None:
+def test_ranks_that_differ_little_are_no_limit() -> None:
     assert describe_limit(times(ranks=[9.0, 9.5, 9.8], forward=10.0), Facts()) is None
 
 
-def test_a_remedy_leaves_a_tenth() -> None:
+def test_the_proposed_interval_of_validation_leaves_a_tenth_of_the_time() -> None:
     """The interval that is proposed, a multiple, makes the validation take at most 10% of the time."""
     for share in (0.2, 0.34, 0.5, 0.9):
         steps, validations = 1000, 100

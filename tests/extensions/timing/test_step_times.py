@@ -22,7 +22,6 @@ from equipoise.extensions.timing.clock import FIRST_STEPS
 from tests.extensions.common.page.parsing import parse
 from tests.extensions.timing.programs import FIRST, STEPS, Slow, Ticking, Validated, fit, loader
 from tests.support.callback_runs import Clock
-from tests.support.quiet import QUIET
 from tests.support.trainer_runs import trainer
 
 
@@ -47,7 +46,7 @@ def test_the_parts_of_a_step(clock: Clock) -> None:
     assert times.times.step_seconds() == 15.75
 
 
-def test_validations_and_checkpoints(clock: Clock, tmp_path: Any) -> None:
+def test_validations_and_checkpoints_are_parts(clock: Clock, tmp_path: Any) -> None:
     """A checkpoint that is saved within a validation is no part of it."""
 
     class SlowCheckpoint(ModelCheckpoint):
@@ -66,14 +65,14 @@ def test_validations_and_checkpoints(clock: Clock, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_accumulation(clock: Clock, window: int) -> None:
+def test_parts_with_accumulation(clock: Clock, window: int) -> None:
     times, _ = fit(Ticking(clock), loader(clock), accumulate_grad_batches=window)
     steps = STEPS - FIRST
     stepped = STEPS // window - FIRST // window
     assert parts_of(times) == {"forward": steps * 1.0, "backward": steps * 2.0, "optimiser": stepped * 0.5}
 
 
-def test_a_closure(clock: Clock) -> None:
+def test_parts_of_a_step_with_a_closure(clock: Clock) -> None:
     """The optimiser's step contains forward and backward."""
 
     class Closure(Ticking):
@@ -86,7 +85,7 @@ def test_a_closure(clock: Clock) -> None:
     assert parts_of(times) == {"forward": steps * 1.0, "backward": steps * 2.0, "optimiser": steps * 32.5}
 
 
-def test_steps_by_hand(clock: Clock) -> None:
+def test_parts_of_steps_by_hand(clock: Clock) -> None:
     """The forward contains the backward; steps of the optimiser stay with the user's step."""
 
     class ByHand(Ticking):
@@ -114,7 +113,7 @@ def test_parts_of_several_devices_are_one_part(clock: Clock) -> None:
     assert parts_of(times) == {"forward": steps * 2.0, "backward": steps * 4.0, "optimiser": steps * 0.5}
 
 
-def test_loggers(clock: Clock, tmp_path: Any) -> None:
+def test_writing_to_loggers_is_a_part(clock: Clock, tmp_path: Any) -> None:
     class SlowLogger(CSVLogger):
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             clock.tick(1.0)
@@ -150,7 +149,7 @@ def test_a_short_run_has_no_times(clock: Clock) -> None:
     assert "time of a step" not in run.summary_rows
 
 
-def test_lightnings_trainer(clock: Clock) -> None:
+def test_there_are_no_times_under_lightnings_trainer(clock: Clock) -> None:
     """It does not call `wrap_call`."""
     times = StepTimes(log=True)
     run = trainer(L.Trainer, callbacks=[times], max_epochs=1)
@@ -159,7 +158,7 @@ def test_lightnings_trainer(clock: Clock) -> None:
     assert times.limit is None
 
 
-def test_a_failed_run(clock: Clock) -> None:
+def test_a_failed_run_has_times(clock: Clock) -> None:
     class Failing(Ticking):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
             if batch_idx == 10:
@@ -167,7 +166,7 @@ def test_a_failed_run(clock: Clock) -> None:
             return super().training_step(batch, batch_idx)
 
     times = StepTimes()
-    run = equipoise.Trainer(accelerator="cpu", **QUIET, callbacks=[times], max_epochs=1)
+    run = trainer(callbacks=[times])
     with pytest.raises(ArithmeticError):
         run.fit(Failing(clock), loader(clock))
     assert parts_of(times)["backward"] == 7 * 2.0
@@ -190,14 +189,14 @@ def test_weights_are_those_without_the_callback(clock: Clock) -> None:
     def weights(callbacks: list[Any]) -> Tensor:
         torch.manual_seed(0)
         module = Validated(clock)
-        run = equipoise.Trainer(accelerator="cpu", **QUIET, callbacks=callbacks, max_epochs=2)
+        run = trainer(callbacks=callbacks, max_epochs=2)
         run.fit(module, loader(clock, shuffle=True), loader(clock))
         return module.layer.weight.detach()
 
     assert torch.equal(weights([StepTimes()]), weights([]))
 
 
-def test_what_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_shown_in_the_summary_and_the_report(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     times, run = fit(Ticking(clock), loader(clock, 8.0), callbacks=[RunSummary()])
     text = capsys.readouterr().out
     assert "waiting for data 70%, backward 17%, forward 9%, optimiser 4%" in text

@@ -23,7 +23,7 @@ def labels(
     return [candidate.label for candidate in candidates]
 
 
-def test_workers() -> None:
+def test_numbers_of_workers_are_tried_for_late_data() -> None:
     counts = ["data.num_workers=0", "data.num_workers=2", "data.num_workers=4"]
     assert labels("waiting for data") == counts
     # Workers that start often, and a GPU.
@@ -46,7 +46,7 @@ class Bare:
     pass
 
 
-def test_checkpoints() -> None:
+def test_checkpoints_are_tried_less_often() -> None:
     """Half of the time becomes a tenth with a ninth of the checkpoints."""
     often = {"model_checkpoint": {**CHECKPOINT, "every_n_train_steps": 4}}
     assert labels("checkpoints", callbacks=often) == ["callbacks.model_checkpoint.every_n_train_steps=36"]
@@ -56,7 +56,7 @@ def test_checkpoints() -> None:
     assert labels("checkpoints", callbacks={"other": None}) == []
 
 
-def test_other_parts() -> None:
+def test_each_limit_has_its_candidates() -> None:
     logs = {"log_every_n_steps": 500}
     assert labels("loggers", settings=logs) == ["trainer.log_every_n_steps=500"]
     bar = ["callbacks.bar.refresh_rate=10", "trainer.enable_progress_bar=false"]
@@ -88,7 +88,7 @@ def test_an_improvement_is_one_in_each_round() -> None:
     assert not row(1.0, 2.0, 1.0).is_improvement(base)
 
 
-def test_the_first_of_equals_is_used() -> None:
+def test_the_first_of_equally_fast_candidates_is_used() -> None:
     base = row(1.0, 1.0)
     first, second, third = row(0.52, 0.52), row(0.5, 0.5), row(0.6, 0.6)
     assert best_of([base, third, first, second]) is first

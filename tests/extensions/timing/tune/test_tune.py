@@ -59,7 +59,7 @@ def speeds(result: dict[str, Any]) -> dict[str, float]:
     return {row["label"]: median(row["speeds"]) for row in result["rows"] if row["speeds"]}
 
 
-def test_workers_for_slow_data(tuned: Any, project: Path) -> None:
+def test_workers_are_found_for_slow_data(tuned: Any, project: Path) -> None:
     """Time of workers is not that of the process: what remains is the forward."""
     result = tuned("data.seconds=3.0", LONG)
     assert result["limit"] == "waiting for data"
@@ -73,7 +73,7 @@ def test_workers_for_slow_data(tuned: Any, project: Path) -> None:
     assert {path.name for path in project.iterdir()} == {"conf", "tuned"}
 
 
-def test_a_loader_without_a_key(project: Path, equipoise: Any) -> None:
+def test_a_change_that_the_configuration_cannot_express_is_left_to_the_user(project: Path, equipoise: Any) -> None:
     """Changes that the configuration cannot express are measured, and left to the user."""
     code, out, _ = equipoise("tune", "data._target_=tuned.module.Fixed", "~data.num_workers", "data.seconds=3.0", LONG)
     assert code == 0
@@ -82,7 +82,7 @@ def test_a_loader_without_a_key(project: Path, equipoise: Any) -> None:
     assert "data.num_workers" not in out
 
 
-def test_frequent_validation(tuned: Any) -> None:
+def test_frequent_validation_is_made_rarer(tuned: Any) -> None:
     """Trials are whole periods: 4 steps of a second and a validation of 4; every 36 steps the latter takes a tenth."""
     result = tuned(*VALIDATED, "--seconds=700")
     assert result["limit"] == "validation"
@@ -92,7 +92,7 @@ def test_frequent_validation(tuned: Any) -> None:
     assert result["steps"] % 48 == 0
 
 
-def test_a_remedy_that_takes_too_long(tuned: Any) -> None:
+def test_a_remedy_that_takes_too_long_is_not_measured(tuned: Any) -> None:
     """It needs two epochs, which do not fit; the others are measured."""
     result = tuned(*VALIDATED, "--seconds=350")
     assert result["rows"][1]["reason"].startswith("it needs 48 steps: --seconds=")
@@ -111,13 +111,13 @@ def test_a_callback_acts_less_often(tuned: Any) -> None:
     assert speeds(result)["callbacks.often.every_n_steps=10"] == pytest.approx(4 / 1.3, rel=1e-9)
 
 
-def test_a_limit_without_a_candidate(project: Path, equipoise: Any) -> None:
+def test_a_limit_without_a_candidate_is_told(project: Path, equipoise: Any) -> None:
     code, out, _ = equipoise("tune", "+module.hook=3.0", LONG)
     assert code == 0
     assert "hooks of the module take 75% of the time: let them do less, or act in fewer steps. Not measured." in out
 
 
-def test_a_healthy_run(project: Path, equipoise: Any) -> None:
+def test_a_healthy_run_has_no_limit(project: Path, equipoise: Any) -> None:
     code, out, _ = equipoise("tune")
     assert code == 0
     assert "A step takes 1 s: forward" in out
@@ -125,7 +125,7 @@ def test_a_healthy_run(project: Path, equipoise: Any) -> None:
     assert not (project / "outputs").exists()
 
 
-def test_an_error_of_the_program(project: Path, equipoise: Any) -> None:
+def test_an_error_of_the_program_is_shown(project: Path, equipoise: Any) -> None:
     code, out, complaint = equipoise("tune", "+module.fails=true")
     assert (code, out) == (2, "")
     assert complaint.rstrip().endswith("ValueError: a mistake of mine")
@@ -133,7 +133,7 @@ def test_an_error_of_the_program(project: Path, equipoise: Any) -> None:
     assert not (project / "outputs").exists()
 
 
-def test_too_little_time(project: Path, equipoise: Any) -> None:
+def test_too_little_time_is_refused(project: Path, equipoise: Any) -> None:
     code, _, complaint = equipoise("tune", "--seconds=20")
     assert code == 2
     assert "Only 10 steps were made in 10 s, and 20 are needed: give more time, such as --seconds=80." in complaint
@@ -147,7 +147,7 @@ def test_too_little_time(project: Path, equipoise: Any) -> None:
         (["trainer.num_nodes=2"], "leave trainer.num_nodes out"),
     ],
 )
-def test_bad_input(project: Path, equipoise: Any, arguments: list[str], message: str) -> None:
+def test_arguments_that_are_refused(project: Path, equipoise: Any, arguments: list[str], message: str) -> None:
     code, _, complaint = equipoise("tune", *arguments)
     assert code == 2
     assert message in complaint
