@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -308,16 +307,6 @@ class TestShown:
         runs = listed(capsys)
         assert [run["state"] for run in runs] == ["running", "interrupted", "running"]
         assert (runs[1]["seconds"], runs[1]["steps"], runs[1]["epochs"]) == (90.0, 30, 3)
-
-    @pytest.mark.slow
-    def test_200_runs_are_read_in_about_a_second(self, write_run: WriteRun, capsys: Any):
-        steps = list(range(0, 254_000, 1000))
-        curves = {f"val_{name}": [steps, [1 / (step + 1) for step in steps]] for name in "abcdef"}
-        for number in range(200):
-            write_run(str(number), lr=number, curves=curves)
-        began = time.process_time()
-        assert len(listed(capsys)) == 200
-        assert time.process_time() - began < 5.0  # about 0.6 s where nothing else runs
 
 
 def test_a_configuration_is_flat():
