@@ -24,7 +24,7 @@ def test_nothing_is_allocated_and_nothing_is_guessed() -> None:
     assert guesses == []
 
 
-def test_values_are_guessed() -> None:
+def test_values_that_are_read_are_guessed() -> None:
     guesses: list[str] = []
     with FakeTensors(guesses.append).active():
         total = torch.ones(3).sum()
@@ -44,7 +44,7 @@ def test_values_are_guessed() -> None:
         ((12,), torch.unique),
     ],
 )
-def test_shapes_are_the_largest(shape: tuple[int, ...], select: Callable[[Tensor], Tensor]) -> None:
+def test_shapes_of_masks_are_the_largest(shape: tuple[int, ...], select: Callable[[Tensor], Tensor]) -> None:
     guesses: list[str] = []
     with FakeTensors(guesses.append).active():
         result = select(torch.ones(3, 4))
@@ -52,7 +52,7 @@ def test_shapes_are_the_largest(shape: tuple[int, ...], select: Callable[[Tensor
     assert "as large as it can be" in guesses[0]
 
 
-def test_usual_tensors_within() -> None:
+def test_usual_tensors_can_be_made_within() -> None:
     with FakeTensors(print).active():
         with usual_tensors():
             real = torch.ones(2)

@@ -33,7 +33,7 @@ GIB = 2**30
         ("512MiB", [0.5]),
     ],
 )
-def test_descriptions(text: Any, memories: list[float]) -> None:
+def test_devices_are_described_by_memory_or_name(text: Any, memories: list[float]) -> None:
     devices = describe_devices(text)
     assert [device.memory / GIB for device in devices] == memories
     assert all(0 < device.usable < device.memory or device.memory < GIB for device in devices)
@@ -134,7 +134,7 @@ def test_a_unit_inside_another_is_a_part_of_it() -> None:
     "strategy",
     [DataParallelStrategy(parallelize="forward"), FSDPStrategy(cpu_offload=True)],
 )
-def test_what_is_not_predicted_says_so(strategy: Any) -> None:
+def test_strategies_that_are_not_predicted_are_refused(strategy: Any) -> None:
     with pytest.raises(ConfigurationError):
         device_loads(strategy, devices(24, 24), nn.Linear(2, 2), FACTS)
 

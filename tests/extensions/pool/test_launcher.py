@@ -158,7 +158,7 @@ def test_refused_where_no_process_can_be_started(project, equipoise, monkeypatch
     assert not (project / "multirun").exists()
 
 
-def test_an_unknown_launcher(project, equipoise):
+def test_an_unknown_launcher_is_refused(project, equipoise):
     code, _, err = equipoise("fit", "--multirun", "launcher=pol")
     assert code == 2
     assert "did you mean 'pool'?" in err

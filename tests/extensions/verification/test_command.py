@@ -52,7 +52,7 @@ def project(tmp_path: Path) -> Any:
         yield tmp_path
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_run_that_is_that_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "+module.wrong=false", "strategy=dp", "trainer.devices=[cpu,cpu]", "--steps=4"]) == 0
     *table, sentence = capsys.readouterr().out.splitlines()
     rows = {line.split("  ")[1].strip(): line.split() for line in table if line.startswith("  ") and line.strip()}
@@ -62,7 +62,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(Path().glob("outputs*"))
 
 
-def test_difference(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_is_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """The loss depends on the number of devices."""
     assert main(["verify", "+module.wrong=true", "strategy=dp", "trainer.devices=[cpu,cpu]", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
@@ -71,6 +71,6 @@ def test_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["of"]: row["verdict"] for row in result["rows"]}["gradient"] == "differs"
 
 
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--steps=0"]) == 2
     assert "--steps takes a whole number from 1" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Callback, HogwildStrategy, PipelineStrategy, StepError, Trainer, VirtualDevicesStrategy
-from tests.support.quiet import QUIET
-from tests.support.trainer_runs import refuses
+from tests.support.equality import assert_equal
+from tests.support.trainer_runs import refuses, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules")
 
@@ -98,9 +98,8 @@ def loader() -> DataLoader[Any]:
 
 def run(module: L.LightningModule, capsys: Any = None, **options: Any) -> str:
     """Fit for an epoch, of which two steps are verified, and return what was printed."""
-    defaults = {"accelerator": "cpu", "max_epochs": 1, "verify": 2}
     torch.manual_seed(1)
-    Trainer(**{**QUIET, **defaults, **options}).fit(module, loader())
+    trainer(**{"verify": 2, **options}).fit(module, loader())
     return "".join(capsys.readouterr()) if capsys is not None else ""
 
 
@@ -138,7 +137,9 @@ FSDP = {"strategy": "fsdp", "devices": 2}
         ),
     ],
 )
-def test_healthy_programs(module: Any, options: dict[str, Any], expected: str, capsys: Any, caplog: Any) -> None:
+def test_healthy_programs_are_those_of_one_device(
+    module: Any, options: dict[str, Any], expected: str, capsys: Any, caplog: Any
+) -> None:
     caplog.set_level("INFO")
     printed = run(module, capsys, **options)
     assert expected in printed + caplog.text
@@ -250,7 +251,7 @@ class OfProcesses(Perceptron):
         pytest.param(OfProcesses(), DDP, "there the steps fail", marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_compared(module: Any, options: dict[str, Any], reason: str) -> None:
+def test_a_program_that_cannot_be_compared_is_fitted(module: Any, options: dict[str, Any], reason: str) -> None:
     """The fit follows."""
     with pytest.warns(UserWarning, match=f"Not compared with one device: {reason}"):
         run(module, **options)
@@ -258,14 +259,13 @@ def test_what_cannot_be_compared(module: Any, options: dict[str, Any], reason: s
 
 
 @pytest.mark.parametrize("options", [ONE, pytest.param(DDP, marks=pytest.mark.slow)])
-def test_nothing_stays(options: dict[str, Any]) -> None:
+def test_a_verified_run_ends_with_the_weights_of_one_that_is_not(options: dict[str, Any]) -> None:
     modules = []
     for verify in (0, 2):
         module = Perceptron("norm", "dropout", "noise")
         run(module, verify=verify, **options)
-        modules.append(module.state_dict())
-    for name, value in modules[0].items():
-        assert torch.equal(value, modules[1][name]), name
+        modules.append(module)
+    assert_equal(*modules)
 
 
 def test_wrong_arguments() -> None:

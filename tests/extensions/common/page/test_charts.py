@@ -81,7 +81,7 @@ class TestScale:
         assert not make_scale([0.0, 3.0], "number", log=True).log
 
     @pytest.mark.parametrize("value", [0.0, 1.0, -1e-300, 1e308, -1e308, 5e-324])
-    def test_one_value(self, value: float):
+    def test_a_scale_of_one_value(self, value: float):
         scale = make_scale([value], "number")
         assert 0 <= scale.place(value) <= 1
         assert make_scale([value], "bytes", from_zero=True).low <= 0
