@@ -14,9 +14,9 @@ from equipoise.memory.devices import PeakMeter, list_devices, read_memory, reset
 from equipoise.memory.profile.ledger import Ledger
 from tests.extensions.pipeline.planning.measured_weights import Assertive, Mixing, check_weights
 from tests.gpu.runs import GPU, Classifier, fit
-from tests.memory.profile.test_ledger import held_before, mlp, optimizer_of, watched_step
 from tests.support.equality import assert_equal
 from tests.support.fits_with_evaluations import trained
+from tests.support.watched_steps import held_before, mlp, optimizer_of, watched_step
 
 MIB = 2**20
 

@@ -1,30 +1,15 @@
 """The memory of an export is that of a few pieces of a tensor, whatever the size of the checkpoint."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from tests.extensions.export.large_checkpoints import write
+from tests.support.large_checkpoints import mebibytes_needed, write
 
-# Prints the growth of the memory at its peak over that after the import, in MiB.
-EXPORT = """
-import re, sys
-from pathlib import Path
-from equipoise.extensions.export import export_weights
-
-def memory(name):
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{name}:\\s+(\\d+) kB", status)[1]) / 1024
-
-Path("/proc/self/clear_refs").write_text("5")
-before = memory("VmRSS")
-export_weights(*sys.argv[1:3], dtype=sys.argv[3] if len(sys.argv) > 3 else None)
-print(memory("VmHWM") - before)
-"""
+IMPORTS = "from equipoise.extensions.export import export_weights"
+EXPORT = "export_weights(*sys.argv[1:3], dtype=sys.argv[3] if len(sys.argv) > 3 else None)"
 
 
 @pytest.mark.slow
@@ -33,11 +18,7 @@ def test_the_peak_of_an_export_is_that_of_a_few_pieces(form: str, dtype: list[st
     checkpoint = tmp_path / "x.ckpt"
     out = tmp_path / "x.safetensors"
     write(checkpoint, form)
-    # An interpreter of its own: a fork shares memory with others.
-    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(out), *dtype]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    growth = float(done.stdout)
+    growth = mebibytes_needed(IMPORTS, EXPORT, str(checkpoint), str(out), *dtype)
     print(f"{form} {dtype}: {growth:.0f} MiB")
     assert 8 < growth < 300
     with safe_open(out, framework="pt") as content:

@@ -176,3 +176,15 @@ def test_the_strategy_keeps_no_module_and_can_be_sent() -> None:
 def test_no_more_devices_are_taken_than_there_are_virtual_ones() -> None:
     devices = [torch.device("cuda", index) for index in range(5)]
     assert VirtualDevicesStrategy(count=2).default_devices(devices) == devices[:2]
+
+
+class LogsNaN(Noisy):
+    """Logs NaN with the number of samples of its process, which differs in the last batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("not_a_number", float("nan"), on_epoch=True, batch_size=len(batch[0]))
+
+
+@pytest.mark.slow
+def test_means_that_are_nan_in_all_processes_agree() -> None:
+    assert torch.isnan(run(LogsNaN, 2)["not_a_number_epoch"])
