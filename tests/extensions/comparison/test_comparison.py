@@ -23,6 +23,7 @@ from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.strategies.distributed.loaders import share_loader
 from equipoise.trainer.data.loaders import set_epoch
 from tests.extensions.common.page.parsing import parse
+from tests.support.pairs import pairwise
 from tests.support.programs import EQUIPOISE, Program
 from tests.support.projects import project_in
 
@@ -108,18 +109,30 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         yield folder
 
 
+@pytest.fixture
+def compared(little: Path, equipoise: Any) -> Any:
+    """A function that compares strategies on two devices, and returns what is told."""
+
+    def compare(strategies: str, *arguments: str, steps: int = 1) -> dict[str, Any]:
+        options = (f"--strategies={strategies}", f"--steps={steps}", "--json", DEVICES)
+        code, out, err = equipoise("compare", *options, *arguments)
+        assert code == 0, err
+        result: dict[str, Any] = json.loads(out)
+        return result
+
+    return compare
+
+
 # What is measured.
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_the_imbalance_of_gathered_scores(little: Path, equipoise: Any) -> None:
+def test_the_imbalance_of_gathered_scores(compared: Any) -> None:
     """Under gathered outputs the first device holds all scores, and their loss; elsewhere each device has its part."""
-    arguments = ("--strategies=single_device,dp,balanced", "--json", "--steps=1", DEVICES)
     # Measured shares would vary with what else runs on the machine.
     shares = ("strategy=balanced", "strategy.shares=[1,1]")
-    code, out, err = equipoise("compare", "--config-dir", str(MASKED_WORDS), *arguments, *shares, *SMALL_WORDS)
-    assert code == 0, err
-    rows = {row["strategy"]: row for row in json.loads(out)["rows"]}
+    result = compared("single_device,dp,balanced", "--config-dir", str(MASKED_WORDS), *shares, *SMALL_WORDS)
+    rows = {row["strategy"]: row for row in result["rows"]}
     one, forward, step, balanced = (rows[name] for name in ("single_device", "dp forward", "dp step", "balanced"))
     (alone,) = one["peaks"].values()
 
@@ -152,12 +165,9 @@ def test_the_imbalance_of_gathered_scores(little: Path, equipoise: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_processes")
-def test_variants_of_dp_on_digits(little: Path, equipoise: Any) -> None:
+def test_variants_of_dp_on_digits(compared: Any) -> None:
     """Ten scores of an image are few bytes, which are gone when most memory is in use: a convolution's backward."""
-    arguments = ("--strategies=single_device,dp", "--steps=1", "--json", "module.dropout=0", DEVICES)
-    code, out, err = equipoise("compare", "--config-dir", str(DIGITS), *arguments)
-    assert code == 0, err
-    one, forward, step = json.loads(out)["rows"]
+    one, forward, step = compared("single_device,dp", "--config-dir", str(DIGITS), "module.dropout=0")["rows"]
     for first, second in zip(forward["peaks"].values(), step["peaks"].values(), strict=True):
         assert first == pytest.approx(second, abs=64 * 10 * 4)
     for row in (forward, step):
@@ -167,12 +177,9 @@ def test_variants_of_dp_on_digits(little: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_stages_keep_what_is_theirs(little: Path, equipoise: Any) -> None:
+def test_stages_keep_what_is_theirs(compared: Any) -> None:
     """The parameters, gradients and states of a stage lie on its device, and all together are those of one device."""
-    arguments = ("--strategies=single_device,pipeline", "--json", "--steps=1", DEVICES)
-    code, out, err = equipoise("compare", *arguments)
-    assert code == 0, err
-    one, pipeline = json.loads(out)["rows"]
+    one, pipeline = compared("single_device,pipeline")["rows"]
     assert pipeline["reason"] is None
     (alone,) = one["peaks"].values()
     assert list(pipeline["peaks"]) == ["cpu (0)", "cpu (1)"]
@@ -184,16 +191,14 @@ def test_stages_keep_what_is_theirs(little: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.slow
-def test_virtual_devices_divide_the_batch(little: Path, equipoise: Any) -> None:
-    code, out, err = equipoise("compare", "--strategies=single_device,virtual", "--json", "--steps=1", DEVICES)
-    assert code == 0, err
-    _, virtual = json.loads(out)["rows"]
+def test_virtual_devices_divide_the_batch(compared: Any) -> None:
+    _, virtual = compared("single_device,virtual")["rows"]
     assert virtual["reason"] is None
     assert virtual["distance"] < 1e-2
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_what_the_user_sees(little: Path, equipoise: Any) -> None:
+def test_the_table_the_csv_file_and_the_page(little: Path, equipoise: Any) -> None:
     code, out, err = equipoise(
         "compare", "--strategies=single_device,dp,ddp", "--steps=1", "--output=here", "data.batch_size=7", DEVICES
     )
@@ -223,11 +228,8 @@ def test_what_the_user_sees(little: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_the_largest_batch(little: Path, equipoise: Any) -> None:
-    arguments = ("--strategies=single_device,dp step", "--steps=1", "--largest=32", "--json", "module.most=12", DEVICES)
-    code, out, err = equipoise("compare", *arguments)
-    assert code == 0, err
-    one, step = json.loads(out)["rows"]
+def test_the_largest_batch_of_each_strategy(compared: Any) -> None:
+    one, step = compared("single_device,dp step", "--largest=32", "module.most=12")["rows"]
     assert (one["largest_batch"], one["largest_batch_is_bound"]) == (12, False)
     assert (step["largest_batch"], step["largest_batch_is_bound"]) == (24, False)
     # The weights that are compared are those of the configured batch.
@@ -235,40 +237,29 @@ def test_the_largest_batch(little: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_one_device_may_be_too_small(little: Path, equipoise: Any) -> None:
+def test_one_device_may_be_too_small(compared: Any) -> None:
     """A training that does not fit on one device may fit on two: the comparison shows it."""
-    code, out, err = equipoise(
-        "compare", "--strategies=single_device,dp step", "--steps=1", "--json", "module.most=4", DEVICES
-    )
-    assert code == 0, err
-    one, step = json.loads(out)["rows"]
+    one, step = compared("single_device,dp step", "module.most=4")["rows"]
     assert "out of memory" in one["reason"]
     assert step["samples_per_second"] > 0
     assert step["distance"] is None
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_options_of_the_configured_strategy_are_kept(little: Path, equipoise: Any) -> None:
-    code, out, err = equipoise(
-        "compare", "--strategies=balanced", "--steps=1", "--json", "strategy=balanced", "strategy.shares=[1,7]", DEVICES
-    )
-    assert code == 0, err
-    (row,) = json.loads(out)["rows"]
+def test_options_of_the_configured_strategy_are_kept(compared: Any) -> None:
+    (row,) = compared("balanced", "strategy=balanced", "strategy.shares=[1,7]")["rows"]
     assert row["imbalance"] > 1.01
     assert row["overrides"] == ["strategy=balanced", "strategy.shares=[1,7]"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_processes")
-def test_another_output_device_holds_the_scores(little: Path, equipoise: Any) -> None:
+def test_another_output_device_holds_the_scores(compared: Any) -> None:
     """The scores move; the weights, their gradients and the optimiser's state stay on the first device."""
-    choice = ("strategy=dp", "strategy.parallelize=forward", *SMALL_WORDS, DEVICES)
+    choice = ("--config-dir", str(MASKED_WORDS), "strategy=dp", "strategy.parallelize=forward", *SMALL_WORDS)
     peaks = []
     for number in (0, 1):
-        arguments = ("--strategies=dp forward", "--steps=1", "--json", f"strategy.output_device={number}")
-        code, out, err = equipoise("compare", "--config-dir", str(MASKED_WORDS), *arguments, *choice)
-        assert code == 0, err
-        (row,) = json.loads(out)["rows"]
+        (row,) = compared("dp forward", *choice, f"strategy.output_device={number}")["rows"]
         peaks.append(list(row["peaks"].values()))
     (first, second), (first_of_moved, second_of_moved) = peaks
     # Two copies of the scores: the gathered ones, and their gradient.
@@ -296,8 +287,6 @@ def test_another_output_device_holds_the_scores(little: Path, equipoise: Any) ->
         (("--json=1",), "--json takes no value"),
         (("--multirun",), "--output=FOLDER and --json, not --multirun."),
         (("module.fails=0", DEVICES), "there is nothing to compare: RuntimeError: no [steps] today"),
-        (("trainer.accumulate_grad_batches=0",), "accumulate_grad_batches must be an integer of at least 1"),
-        (("trainer.max_epoch=1",), "max_epochs"),
         (("--largest", "data.batch_size='8'"), "--largest changes data.batch_size"),
         (("--largest", DEVICES), "give a bound, such as --largest=512"),
         (("--output=", DEVICES), "--output takes a folder"),
@@ -305,7 +294,7 @@ def test_another_output_device_holds_the_scores(little: Path, equipoise: Any) ->
         (("trainer.num_nodes=2",), "this machine alone"),
     ],
 )
-def test_refusals(little: Path, equipoise: Any, arguments: tuple[str, ...], message: str) -> None:
+def test_arguments_that_are_refused(little: Path, equipoise: Any, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = equipoise("compare", *arguments)
     assert (code, out) == (2, "")
     shown = ("equipoise: predicting", "equipoise: measuring", "Seed set")
@@ -316,13 +305,9 @@ def test_refusals(little: Path, equipoise: Any, arguments: tuple[str, ...], mess
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_a_batch_that_cannot_be_split_is_a_row(little: Path, equipoise: Any) -> None:
+def test_a_batch_that_cannot_be_split_is_a_row(compared: Any) -> None:
     """Nothing is predicted of it, and one device is measured all the same."""
-    code, out, err = equipoise(
-        "compare", "--strategies=single_device,dp step", "--steps=1", "--json", "data.ragged=true", DEVICES
-    )
-    assert code == 0, err
-    result = json.loads(out)
+    result = compared("single_device,dp step", "data.ragged=true")
     assert [note for note in result["notes"] if note.startswith("Peaks are not predicted: ")]
     one, step = result["rows"]
     assert one["state"] == "done"
@@ -412,11 +397,9 @@ def test_one_of_several_processes_is_refused(little: Path, equipoise: Any, monke
 
 
 @pytest.mark.slow
-def test_in_processes(little: Path, equipoise: Any) -> None:
+def test_processes_of_ddp_and_fsdp_tell_their_figures(compared: Any) -> None:
     """Each device of ddp and fsdp has a process, whose figures all arrive."""
-    code, out, err = equipoise("compare", "--strategies=single_device,ddp,fsdp", "--steps=2", "--json", DEVICES)
-    assert code == 0, err
-    one, ddp, fsdp = json.loads(out)["rows"]
+    one, ddp, fsdp = compared("single_device,ddp,fsdp", steps=2)["rows"]
     # The rows are shuffled, and each step has the same ones under every strategy.
     assert ddp["reason"] is None
     assert fsdp["reason"] is None
@@ -488,9 +471,9 @@ def test_other_loaders_keep_their_order() -> None:
     read_as_processes(object())
 
 
-@pytest.mark.parametrize("limit", [0, 1, 7, 8, 31, 33, 100, 999, 2000])
-@pytest.mark.parametrize("multiple", [1, 2, 3])
-@pytest.mark.parametrize("start", [6, 30])
+@pytest.mark.parametrize(
+    ("limit", "multiple", "start"), pairwise([0, 1, 7, 8, 31, 33, 100, 999, 2000], [1, 2, 3], [6, 30])
+)
 def test_the_search_finds_the_limit(limit: int, multiple: int, start: int) -> None:
     tried = []
 
@@ -509,7 +492,7 @@ def test_the_search_finds_the_limit(limit: int, multiple: int, start: int) -> No
     assert all(size % multiple == 0 for size in tried)
 
 
-def test_candidates() -> None:
+def test_candidates_are_chosen_by_their_names() -> None:
     assert [candidate.label for candidate in chosen_candidates(None)][:3] == ["single_device", "dp forward", "dp step"]
     assert [candidate.label for candidate in chosen_candidates(["dp"])] == ["dp forward", "dp step"]
     assert [candidate.label for candidate in chosen_candidates(["hogwild", "dp step"])] == ["dp step", "hogwild"]

@@ -42,7 +42,7 @@ def test_a_chart_without_bars() -> None:
     assert lengths(figure) == []
 
 
-def test_the_page() -> None:
+def test_the_page_has_a_row_for_each_strategy_and_text_stays_text() -> None:
     hostile = "<script>alert(1)</script>"
     dp = Row("dp & co", ["strategy=dp"], predicted={"cpu (1)": 21})
     dp.note({"peaks": {"cpu (0)": 10, "cpu (1)": 20}, "seconds": 1.0, "samples_per_second": 12.0})
@@ -63,7 +63,7 @@ def test_the_page() -> None:
         assert text in page.text
 
 
-def test_nothing_has_run() -> None:
+def test_the_page_says_that_nothing_has_run() -> None:
     row = Row("dp", reason="one device")
     page = comparison_page(Comparison("Net", ["cpu"], None, 5, rows=[row]), None, {})
     assert "No strategy has run." in parse(page).text

@@ -35,7 +35,7 @@ def comparison(**figures: tuple[float | None, int]) -> Comparison:
         ({"a": (None, 10), "b": (1, 10)}, "b", "the only one"),
     ],
 )
-def test_the_recommended_one(figures: dict[str, tuple[float, int]], chosen: str, reason: str) -> None:
+def test_the_fastest_strategy_is_recommended(figures: dict[str, tuple[float, int]], chosen: str, reason: str) -> None:
     recommended = recommend(comparison(**figures))
     assert recommended["strategy"] == chosen
     assert reason in recommended["reason"]
@@ -56,7 +56,7 @@ def test_figures_of_a_row() -> None:
     assert (row.fullest, row.imbalance) == (30, 1.5)
 
 
-def test_notes() -> None:
+def test_notes_on_devices_that_are_not_as_they_seem() -> None:
     assert notes_on(["cuda:0", "cuda:1"], has_batch_size=True) == []
     assert len(notes_on(["cpu", "cpu"], has_batch_size=False)) == 3
     cores, peak = notes_on(["cuda:0", "cuda:0"], has_batch_size=True)

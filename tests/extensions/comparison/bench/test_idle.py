@@ -35,7 +35,7 @@ def kernel(device: int, start: float, end: float, kind: str = "CUDA") -> Any:
         ([kernel(0, -1e3, 1.1e6)], 1, 0.0),
     ],
 )
-def test_kernels(events: list[Any], devices: int, idle: float) -> None:
+def test_idle_time_is_that_without_kernels(events: list[Any], devices: int, idle: float) -> None:
     names = [torch.device("cuda", index) for index in range(devices)]
     assert idle_of_kernels(events, names, seconds=1.0) == pytest.approx(idle, abs=1e-12)
 

@@ -65,7 +65,7 @@ def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("without_processes")
-def test_what_is_measured(deep: Path, equipoise: Any) -> None:
+def test_each_saver_is_measured_beside_the_configured_run(deep: Path, equipoise: Any) -> None:
     code, out, err = equipoise("savings", "--json", "trainer.max_epochs=7")
     assert code == 0, err
     measured = json.loads(out)
@@ -177,7 +177,7 @@ def test_ctrl_c_keeps_what_is_done(deep: Path, equipoise: Any, monkeypatch: pyte
         (("strategy=ddp", "trainer.devices=2"), "add strategy=single_device"),
     ],
 )
-def test_refusals(deep: Path, equipoise: Any, arguments: tuple[str, ...], message: str) -> None:
+def test_arguments_that_are_refused(deep: Path, equipoise: Any, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = equipoise("savings", *arguments)
     assert (code, out) == (2, "")
     assert message in err
@@ -205,7 +205,7 @@ ENDING = """
 
 
 @pytest.mark.slow
-def test_in_processes(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_trial_is_a_row(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is measured, one ends itself."""
     write(deep, {"deep/ending.py": ENDING})
 
@@ -237,13 +237,12 @@ def test_a_trial_that_takes_too_long_is_a_row(deep: Path, equipoise: Any, monkey
 # Parts.
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+def test_repeated_blocks_are_found_by_their_structure() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
-
-def test_blocks() -> None:
     encoder = nn.ModuleList([Block(), Block(), Block()])
     stem = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert repeated_blocks(nn.ModuleDict({"stem": stem, "encoder": encoder})) == ["encoder.*"]
@@ -264,7 +263,7 @@ def test_blocks() -> None:
         ([None, 2.0], "b", "weights differ"),
     ],
 )
-def test_compare(losses: list[float | None], digest: str, expected: str) -> None:
+def test_losses_and_weights_are_compared(losses: list[float | None], digest: str, expected: str) -> None:
     assert compare({"losses": losses, "digest": digest}, {"losses": [1.0, 2.0], "digest": "a"}) == expected
     assert compare({"losses": losses, "digest": digest}, None) is None
 
