@@ -348,7 +348,7 @@ def test_healthy_habits_are_left_in_peace() -> None:
 
 
 def leaks_of_epochs(seconds: float) -> list[str]:
-    """What holds a leak of a loss in each of six epochs, of so many seconds."""
+    """Return what holds a leak of a loss in each of six epochs, of so many seconds."""
     model = Model()
     watch = LeakWatch(lambda: {"model": model}, lambda _: False)
     found: list[Leak] = []

@@ -1,4 +1,4 @@
-"""What would give other numbers on another number of devices is refused, at the line of the user."""
+"""Programs that would have other numbers on another number of devices are refused, at the line of the user."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a report is drawn from: a record of a run, holders of memory, with values for what a test does not name."""
+"""Records of a run for its report, and holders of memory, with values for what a test does not name."""
 
 from datetime import datetime, timedelta
 from typing import Any
