@@ -273,7 +273,7 @@ def test_an_object_in_the_state_of_a_callback(cls: Any, tmp_path: Path) -> None:
 
 
 def kept_in(path: Path) -> Any:
-    """What the state of the callback in a checkpoint holds."""
+    """The state of the callback in a checkpoint."""
     (state,) = read_checkpoint(path)["callbacks"].values()
     return state["kept"]
 

@@ -97,7 +97,7 @@ class Watched(Plain):
         self.epochs.append({**values, "labels": float(labels.sum()), "labels_count": float(labels.numel())})
 
     def gathered(self) -> list[tuple[int, int, list[int]]]:
-        """What all processes have seen."""
+        """The samples that all processes have seen."""
         return [each for seen in self.trainer.strategy.gather_objects(self.seen) for each in seen]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def fit(*callbacks: Any, path: Path | None = None, loader: str = "shuffled", **o
 
 
 def end_of(run: Any) -> Any:
-    """What must be the same: weights, samples, how often the training ended, how far it came."""
+    """The weights, samples, number of ends and counters, which must be the same."""
     module = run.lightning_module
     return module, module.seen, module.ended, run.current_epoch, run.global_step
 

@@ -146,7 +146,7 @@ class Noisy(Mlp):
 
 
 def result(run: Run) -> Any:
-    """What noise, statistics, logs and metrics have left."""
+    """The traces of noise, statistics, logs and metrics."""
     return run.module, dict(run.trainer.callback_metrics), torch.get_rng_state(), random.getstate()
 
 
