@@ -2,6 +2,7 @@
 
 - `equality.assert_equal`: the one comparison of nested values, to the bit or within a tolerance.
 - `one_device`: "equal to one device": `train` a network with a strategy, compare its `Run` with that `on_one_device`.
+- `resumption.assert_resumes`: "saved or killed here, resumed there, equal to the undisturbed run".
 - `networks`, `batches`: the networks and batches for it. `trainer_runs`: a small module, loaders, a quiet trainer.
 - `trainer_runs.refuses`, `refuses_fit`: an input and the words that the message of its refusal must have.
 - `pairs.pairwise`: fewer cases than a product; `quick_cases` and `all_cases`: fewer of them in the quick tests.

@@ -129,7 +129,7 @@ def script_in(folder: Path) -> Path:
 
 
 def results(folder: Path) -> list[Any]:
-    """What the processes have written, in the order of their names."""
+    """Return what the processes have written, in the order of their names."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

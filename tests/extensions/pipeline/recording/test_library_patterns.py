@@ -501,7 +501,7 @@ def adds_in_place(self: Any, x: Tensor) -> Tensor:
 
 
 def test_stages_may_begin_before_an_addition_in_place():
-    """What is changed may not."""
+    """Not before what is changed."""
     network = written(adds_in_place, layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
     made = assert_followed(network, values(3, WIDTH))
     changes = {node.name for node in made.changes}

@@ -7,7 +7,7 @@ from equipoise.parallel.snapshot.plain.state import UNKNOWN, PlainState, saved_v
 
 
 class Curriculum:
-    """What a user's object keeps."""
+    """Object of a user."""
 
     level = 1
 
