@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -229,3 +230,15 @@ def test_type_checkers_see_the_names_that_are_there(package: str) -> None:
 def test_a_public_name_that_does_not_exist_is_an_attribute_error(package: str) -> None:
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Trainr'"):
         _ = importlib.import_module(package).Trainr
+
+
+# Tests
+
+
+def test_no_test_imports_from_another_one() -> None:
+    """What several files share lies in `tests/support`, or in a module of their folder that is no test."""
+    root = Path(__file__).parents[1]
+    pattern = re.compile(r"^\s*(?:from|import) (tests(?:\.\w+)*\.(?:test_\w+|conftest))\b", re.MULTILINE)
+    for path in root.joinpath("tests").rglob("*.py"):
+        own = ".".join(path.relative_to(root).with_suffix("").parts)
+        assert set(pattern.findall(path.read_text(encoding="utf-8"))) <= {own}, own
