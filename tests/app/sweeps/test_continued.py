@@ -25,6 +25,7 @@ def epochs(project: Path, job: int) -> list[str]:
     return sorted({row.split(",")[column] for row in rows})
 
 
+@pytest.mark.filterwarnings("ignore:.*ckpt_path")
 def test_each_job_continues_its_own_folder(project, equipoise):
     """A run elsewhere has other values, however new it is."""
     assert equipoise("fit", "callbacks=[model_checkpoint]")[0] == 0
