@@ -1,260 +1,161 @@
 """Random small mutations of the package, and the share of them that a test catches.
 
-python benchmarks/mutations/main.py                            60 mutations of trainer, parallel, strategies, pipeline
+python benchmarks/mutations/main.py                            60 mutations of the whole package
 python benchmarks/mutations/main.py --count 10 --seed 3 --folders trainer/loops
-python benchmarks/mutations/main.py --root ../earlier          of another checkout, to compare
+python benchmarks/mutations/main.py --root ../later --samples outputs/mutations/results.jsonl --output /tmp/later
+                                                               the same mutations in another checkout, to compare
 
-The tests must pass without a mutation. Exits with 1 if fewer mutations are caught than --at-least says.
+First each test runs once, and it is recorded which lines it runs. Then each mutation is shown to the tests that run its
+line. A campaign that ended early goes on where it was, from the files in --output. Exits with 1 if fewer mutations are
+caught than --at-least says.
 """
 
 import argparse
-import os
-import random
+import json
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
-from operators import Mutation, mutations_of
+from checkout import Checkout, working_copy
+from choice import chosen_tests
+from record import Record
+from samples import Sample, draw, found_again, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("trainer", "parallel", "strategies", "pipeline")
-# Folders whose tests run whole trainings; the last to look for a mutation.
-WIDE = ("trainer", "parity", "strategies", "pipeline", "callbacks")
-COLUMNS = ("file", "line", "before", "after", "caught by", "seconds")
-MOST_CHARACTERS = 60
+FILES_AT_ONCE = 12  # test files that are recorded in one process
+FIRST_TESTS = 20  # most mutations are caught by one of so many
+STARTING = 60.0  # seconds that a process may need before its first test
+SLOWER = 8.0  # how much longer a test may last than in the record
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A mutation of a file.
+def shared_out(work: Callable[[Checkout, T], None], items: Iterable[T], checkouts: Sequence[Checkout]) -> None:
+    """Do the work for each item, in as many threads as there are checkouts."""
+    waiting = iter(list(items))
+    lock = threading.Lock()
 
-    Attributes:
-        path: The file, relative to the package.
-        mutation: The mutation.
-    """
+    def serve(checkout: Checkout) -> None:
+        while True:
+            with lock:
+                item = next(waiting, None)
+            if item is None:
+                return
+            work(checkout, item)
 
-    path: Path
-    mutation: Mutation
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Verdict of the tests about a mutation.
-
-    Attributes:
-        sample: The mutation.
-        caught_by: The tests that ran when it was caught; empty if none caught it.
-        seconds: Duration of all test runs.
-    """
-
-    sample: Sample
-    caught_by: str
-    seconds: float
-
-    def row(self) -> tuple[str, ...]:
-        mutation = self.sample.mutation
-        caught_by = self.caught_by or "nothing"
-        texts = (_short(mutation.before), _short(mutation.after), caught_by)
-        return (str(self.sample.path), str(mutation.line), *texts, f"{self.seconds:.0f}")
+    with ThreadPoolExecutor(len(checkouts)) as pool:
+        for finished in [pool.submit(serve, checkout) for checkout in checkouts]:
+            finished.result()
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.split()).replace("|", "\\|")
-    return line if len(line) <= MOST_CHARACTERS else line[:MOST_CHARACTERS] + " ..."
+def make_record(checkouts: Sequence[Checkout], folder: Path) -> None:
+    """Run all tests once, and record which lines they run; what a folder holds already is kept."""
+    files = [
+        str(file.relative_to(checkouts[0].folder))
+        for tests in ("tests", "examples")
+        for file in sorted((checkouts[0].folder / tests).rglob("test_*.py"))
+    ]
 
+    def record(checkout: Checkout, start: int) -> None:
+        part = folder / f"{start:04}"
+        if part.exists():
+            return
+        begun = folder / f"{start:04}.begun"
+        shutil.rmtree(begun, ignore_errors=True)
+        begun.mkdir(parents=True)
+        end = checkout.failure(files[start : start + FILES_AT_ONCE], 3600.0, record=begun)
+        begun.rename(part)
+        print(f"recorded {start} to {start + FILES_AT_ONCE} of {len(files)} files; first failure: {end}", flush=True)
 
-def draw(package: Path, folders: Sequence[str], count: int, seed: int) -> list[Sample]:
-    """Draw mutations, every possible one as likely as every other.
-
-    Args:
-        package: The folder of the package.
-        folders: Its folders whose files are mutated.
-        count: Number of mutations.
-        seed: Seed of the draw.
-    """
-    candidates: list[Sample] = []
-    for folder in folders:
-        for path in sorted((package / folder).rglob("*.py")):
-            for mutation in mutations_of(path.read_text()):
-                candidates.append(Sample(path.relative_to(package), mutation))
-    return random.Random(seed).sample(candidates, min(count, len(candidates)))
-
-
-@contextmanager
-def working_copy(root: Path) -> Iterator[Path]:
-    """Copy a checkout without its environment and outputs, and remove the copy afterwards."""
-    ignored = shutil.ignore_patterns(".git", ".venv", "outputs", "multirun", "__pycache__", ".*_cache", ".hypothesis")
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copy = Path(folder) / "checkout"
-        shutil.copytree(root, copy, ignore=ignored, symlinks=True)
-        yield copy
-
-
-def stages(checkout: Path, path: Path) -> Iterator[list[str]]:
-    """Yield groups of tests that may catch a mutation, the nearest first.
-
-    Args:
-        checkout: The checkout.
-        path: The mutated file, relative to the package.
-    """
-    tests = checkout / "tests"
-    # 1. The test files that mirror the file or import it.
-    module = ".".join(("equipoise", *path.with_suffix("").parts))
-    near = [tests / path.parent / f"test_{path.name}"]
-    for file in sorted(tests.rglob("test_*.py")):
-        if module in file.read_text():
-            near.append(file)
-    existing = [str(file.relative_to(checkout)) for file in dict.fromkeys(near) if file.exists()]
-    if existing:
-        yield existing
-    # 2. The folders that mirror its folder, from within to without.
-    folder = tests / path.parent
-    while folder != tests:
-        if folder.is_dir():
-            yield [str(folder.relative_to(checkout))]
-        folder = folder.parent
-    # 3. All that train.
-    for name in WIDE:
-        if name != path.parts[0] and (tests / name).is_dir():
-            yield [f"tests/{name}"]
-
-
-def tests_pass(checkout: Path, tests: Sequence[str], marks: str, seconds: float) -> bool:
-    """Return True if tests pass in time; a mutation may also make them hang.
-
-    Args:
-        checkout: The checkout.
-        tests: Files or folders.
-        marks: An expression of marks that chooses among them.
-        seconds: Time after which the run counts as hung.
-    """
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(int(seconds))]
-    if marks:
-        options += ["-m", marks]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    process = subprocess.Popen(
-        command,
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        # Also the workers of a run that hangs.
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    # 5: no test was selected.
-    return code in (0, 5)
-
-
-def examine(sample: Sample, checkout: Path, marks: str, seconds: float) -> Outcome:
-    """Mutate a file of a checkout, run tests until one fails, and restore the file."""
-    start = time.monotonic()
-    file = checkout / "equipoise" / sample.path
-    source = file.read_text()
-    file.write_text(sample.mutation.apply(source))
-    caught_by = ""
-    try:
-        for tests in stages(checkout, sample.path):
-            if not tests_pass(checkout, tests, marks, seconds):
-                caught_by = " ".join(tests)
-                break
-    finally:
-        file.write_text(source)
-    return Outcome(sample, caught_by, time.monotonic() - start)
+    shared_out(record, range(0, len(files), FILES_AT_ONCE), checkouts)
 
 
 class Campaign:
-    """Examines mutations, as many at once as there are checkouts.
+    """Examines mutations, and writes what came of each as a line of JSON.
 
     Args:
-        marks: An expression of marks that chooses among the tests.
-        seconds: Time after which a run of tests counts as hung.
+        record: Which test runs which line.
+        results: The file. Mutations that it holds are not examined again.
+        count: Most tests for one mutation.
+        seconds: Their longest duration, by the record.
     """
 
-    def __init__(self, marks: str, seconds: float) -> None:
-        self.marks = marks
+    def __init__(self, record: Record, results: Path, count: int, seconds: float) -> None:
+        self.record = record
+        self.results = results
+        self.count = count
         self.seconds = seconds
-        self.outcomes: list[Outcome] = []
+        self.caught_by: dict[Sample, str] = {}
         self._lock = threading.Lock()
+        if results.exists():
+            for sample, caught_by in read_results(results):
+                self.caught_by[sample] = caught_by
 
-    def run(self, samples: Mapping[int, Sample], checkouts: Sequence[Path]) -> None:
-        """Examine samples, by their numbers in the draw."""
-        waiting = list(reversed(samples.items()))
-
-        def work(checkout: Path) -> None:
-            while True:
-                with self._lock:
-                    if not waiting:
-                        return
-                    number, sample = waiting.pop()
-                outcome = examine(sample, checkout, self.marks, self.seconds)
-                with self._lock:
-                    self.outcomes.append(outcome)
-                    print(f"mutation {number}: " + ", ".join(outcome.row()), flush=True)
-
-        with ThreadPoolExecutor(len(checkouts)) as pool:
-            for finished in [pool.submit(work, checkout) for checkout in checkouts]:
-                finished.result()
-
-    @property
-    def caught(self) -> int:
-        """Number of mutations that a test has caught."""
-        return sum(1 for outcome in self.outcomes if outcome.caught_by)
-
-
-def markdown(outcomes: Sequence[Outcome]) -> str:
-    """Return the mutations that nothing caught as a table."""
-    rows = [outcome.row() for outcome in outcomes if not outcome.caught_by]
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *sorted(rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    def examine(self, checkout: Checkout, sample: Sample) -> None:
+        """Run tests with a mutation until one fails."""
+        if sample in self.caught_by:
+            return
+        start = time.monotonic()
+        tests = chosen_tests(sample, self.record, checkout.folder, self.count, self.seconds)
+        caught_by = ""
+        with checkout.mutated(sample):
+            for some in (tests[:FIRST_TESTS], tests[FIRST_TESTS:]):
+                if some and not caught_by:
+                    files = list(dict.fromkeys(test.partition("::")[0] for test in some))
+                    limit = STARTING + SLOWER * sum(self.record.seconds[test] for test in some)
+                    caught_by = checkout.failure(files, limit, some)
+        outcome = {"caught_by": caught_by, "tests": len(tests), "seconds": round(time.monotonic() - start, 1)}
+        line = json.dumps({"path": sample.path, "text": sample.text, **asdict(sample.mutation), **outcome})
+        with self._lock, self.results.open("a") as file:
+            file.write(line + "\n")
+            self.caught_by[sample] = caught_by
+        print(line, flush=True)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60, help="number of mutations (default: 60)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw (default: 1)")
-    parser.add_argument("--first", type=int, default=1, help="first of the drawn mutations to examine (default: 1)")
-    parser.add_argument("--last", type=int, help="last of them (default: all that are drawn)")
-    parser.add_argument("--folders", nargs="+", default=FOLDERS, help="folders of the package (default: four)")
+    parser.add_argument("--folders", nargs="+", default=["."], help="folders of the package (default: the whole)")
+    parser.add_argument("--samples", type=Path, help="examine the mutations of this file of results instead")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs/mutations", help="folder of record and results")
     parser.add_argument("--workers", type=int, default=2, help="mutations examined at once (default: 2)")
     parser.add_argument("--marks", default="not slow", help='marks that choose tests (default: "not slow")')
-    parser.add_argument("--minutes", type=float, default=10.0, help="longest run of one group of tests (default: 10)")
+    parser.add_argument("--tests", type=int, default=250, help="most tests for one mutation (default: 250)")
+    parser.add_argument("--seconds", type=float, default=90, help="their longest duration together (default: 90)")
+    parser.add_argument("--timeout", type=float, default=120, help="longest duration of one test (default: 120)")
     parser.add_argument("--at-least", type=int, default=0, help="number of mutations to catch (default: 0)")
-    parser.add_argument("--markdown", type=Path, help="write the mutations that nothing caught there")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    root = options.root.resolve()
-    drawn = draw(root / "equipoise", options.folders, options.count, options.seed)
-    samples = dict(list(enumerate(drawn, 1))[options.first - 1 : options.last])
-    campaign = Campaign(options.marks, options.minutes * 60)
-    with ExitStack() as copies:
-        checkouts = [copies.enter_context(working_copy(root)) for _ in range(options.workers)]
-        campaign.run(samples, checkouts)
-    print(f"{campaign.caught} of {len(samples)} mutations were caught (seed {options.seed}).")
-    if options.markdown is not None:
-        options.markdown.write_text(markdown(campaign.outcomes))
-    return 0 if campaign.caught >= options.at_least else 1
+    package = options.root.resolve() / "equipoise"
+    if options.samples is None:
+        samples = draw(package, options.folders, options.count, options.seed)
+    else:
+        again = [found_again(package, sample) for sample, _ in read_results(options.samples)]
+        samples = [sample for sample in again if sample is not None]
+        print(f"{len(again) - len(samples)} mutations are of code that is gone.")
+    options.output.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        copies = [stack.enter_context(working_copy(package.parent)) for _ in range(options.workers)]
+        checkouts = [stack.enter_context(Checkout(copy, options.marks, options.timeout)) for copy in copies]
+        make_record(checkouts, options.output / "record")
+        record = Record(options.output / "record", {sample.path for sample in samples})
+        campaign = Campaign(record, options.output / "results.jsonl", options.tests, options.seconds)
+        shared_out(campaign.examine, samples, checkouts)
+    caught = sum(1 for sample in samples if campaign.caught_by[sample])
+    print(f"{caught} of {len(samples)} mutations were caught (seed {options.seed}).")
+    return 0 if caught >= options.at_least else 1
 
 
 if __name__ == "__main__":

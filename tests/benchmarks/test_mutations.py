@@ -19,14 +19,52 @@ def f(x: "list[1]", ready=True):
 '''
 
 
+Modules = dict[str, ModuleType]
+MODULES = ("main", "by_folder", "record", "operators", "samples", "checkout", "choice")
+
+FILES = {
+    "equipoise/__init__.py": "",
+    "equipoise/trainer/__init__.py": "",
+    "equipoise/trainer/sums.py": (
+        "def one_more(number):\n    return number + 1\n\ndef half(number):\n    return number / 2\n\n"
+        "def negative(number):\n    return -number if number > 7 else None\n"
+    ),
+    "tests/__init__.py": "",
+    "tests/test_all.py": (
+        "from multiprocessing import get_context\n\nfrom equipoise.trainer.sums import half, one_more\n\n"
+        "def test_sum():\n    assert one_more(0) > 0\n\n"
+        "def send(connection):\n    connection.send(half(6))\n\n"
+        "def test_worker():\n"
+        "    here, there = get_context('forkserver').Pipe()\n"
+        "    process = get_context('forkserver').Process(target=send, args=(there,))\n"
+        "    process.start()\n    process.join()\n    assert here.poll()\n    assert here.recv() == 3\n"
+    ),
+    "tests/trainer/test_sums.py": (
+        "from equipoise.trainer.sums import half\n\ndef test_half():\n    assert half(4) == 2\n"
+    ),
+}
+
+
 @pytest.fixture
-def campaign(scripts: Scripts) -> ModuleType:
-    """The benchmark's script."""
-    return scripts("mutations", "main", "operators")["main"]
+def modules(scripts: Scripts) -> Modules:
+    """The benchmark's scripts."""
+    return scripts("mutations", *MODULES)
 
 
-def test_mutations_of_a_file(campaign: ModuleType) -> None:
-    changes = [(mutation.line, mutation.before, mutation.after) for mutation in campaign.mutations_of(SOURCE)]
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout of a small package with tests."""
+    for name, source in FILES.items():
+        path = tmp_path / "checkout" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return tmp_path / "checkout"
+
+
+def test_mutations_of_a_file(modules: Modules) -> None:
+    changes = [
+        (mutation.line, mutation.before, mutation.after) for mutation in modules["operators"].mutations_of(SOURCE)
+    ]
     assert changes == [
         (5, "True", "False"),
         (6, "x < 3 and (not ready)", "(x < 3 or not ready)"),
@@ -40,38 +78,74 @@ def test_mutations_of_a_file(campaign: ModuleType) -> None:
     ]
 
 
-def test_a_mutation_replaces_its_own_text_alone(campaign: ModuleType) -> None:
+def test_a_mutation_replaces_its_own_text_alone(modules: Modules) -> None:
     source = 'text = "größer"; number = 1  # 1\n'
-    (mutation,) = campaign.mutations_of(source)
+    (mutation,) = modules["operators"].mutations_of(source)
     assert mutation.apply(source) == 'text = "größer"; number = 2  # 1\n'
 
 
-def test_the_draw_follows_from_the_seed(campaign: ModuleType) -> None:
-    package = campaign.ROOT / "equipoise"
-    first = campaign.draw(package, ["trainer/loops"], 5, 1)
-    assert first == campaign.draw(package, ["trainer/loops"], 5, 1)
-    assert first != campaign.draw(package, ["trainer/loops"], 5, 2)
+def test_the_draw_follows_from_the_seed(modules: Modules) -> None:
+    package = modules["main"].ROOT / "equipoise"
+    first = modules["samples"].draw(package, ["trainer/loops"], 5, 1)
+    assert first == modules["samples"].draw(package, ["trainer/loops"], 5, 1)
+    assert first != modules["samples"].draw(package, ["trainer/loops"], 5, 2)
     assert all(str(sample.path).startswith("trainer/loops") for sample in first)
 
 
+def test_a_mutation_is_found_again_in_another_checkout(modules: Modules, checkout: Path) -> None:
+    package = checkout / "equipoise"
+    drawn = modules["samples"].draw(package, ["trainer"], 100, 1)
+    file = package / "trainer/sums.py"
+    file.write_text("FIRST = 1\n\n" + file.read_text().replace("number / 2", "number // 2"))
+    found = [modules["samples"].found_again(package, sample) for sample in drawn]
+    for before, after in zip(drawn, found, strict=True):
+        if "/ 2" in before.text:
+            assert after is None
+        else:
+            assert after.mutation.line == before.mutation.line + 2
+
+
+def test_tests_of_the_line_run_first(modules: Modules, checkout: Path, tmp_path: Path) -> None:
+    """The nearest file before others, then the shortest test; all that may know the file where none runs the line."""
+    record = modules["record"].Record(tmp_path)
+    seconds = {"tests/test_all.py::test_sum": 0.2, "tests/test_all.py::test_worker": 0.1}
+    record.seconds = {**seconds, "tests/trainer/test_sums.py::test_half": 0.3, "tests/test_other.py::test": 0.0}
+    worker, near = "tests/test_all.py::test_worker", "tests/trainer/test_sums.py::test_half"
+    record.lines["trainer/sums.py"] = {"tests/test_all.py::test_sum": 1 << 2, worker: 1 << 5, near: 1 << 5}
+
+    def chosen(line: int, count: int = 9, seconds: float = 9.0) -> list[str]:
+        sample = next(each for each in samples if each.mutation.line == line)
+        return modules["choice"].chosen_tests(sample, record, checkout, count, seconds)
+
+    samples = modules["samples"].draw(checkout / "equipoise", ["trainer"], 100, 1)
+    assert chosen(2) == ["tests/test_all.py::test_sum"]
+    assert chosen(5) == [near, worker]
+    assert chosen(5, count=1) == [near]
+    assert chosen(5, seconds=0.35) == [near]
+    assert chosen(8) == [near, worker, "tests/test_all.py::test_sum"]
+
+
 @pytest.mark.slow
-def test_a_test_catches_a_mutation(campaign: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {
-        "equipoise/__init__.py": "",
-        "equipoise/trainer/__init__.py": "",
-        "equipoise/trainer/sums.py": "def one_more(number):\n    return number + 1\n",
-        "tests/trainer/test_sums.py": (
-            "from equipoise.trainer.sums import one_more\n\ndef test_sum():\n    assert one_more(0) > 0\n"
-        ),
+def test_tests_catch_mutations(modules: Modules, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mutation that runs in a worker alone is caught, too. The coverage follows from the same record."""
+    main, by_folder, record, *_ = modules.values()
+    output = checkout.parent / "output"
+    options = ["--root", str(checkout), "--output", str(output), "--marks", "", "--count", "100", "--workers", "1"]
+    assert main.main([*options, "--at-least", "6"]) == 1
+    # `0 + 2` is positive as well, and nothing calls `negative`.
+    assert "5 of 9 mutations were caught" in capsys.readouterr().out
+    results = (output / "results.jsonl").read_text()
+    assert '"before": "return number / 2", "after": "return None", "caught_by": "tests/trainer' in results
+    assert (checkout / "equipoise/trainer/sums.py").read_text() == FILES["equipoise/trainer/sums.py"]
+
+    # Nothing is examined twice.
+    assert main.main([*options, "--at-least", "5"]) == 0
+    assert (output / "results.jsonl").read_text() == results
+
+    recorded = record.Record(output / "record", {"trainer/sums.py"})
+    assert recorded.tests_of("trainer/sums.py", 5) == {
+        "tests/test_all.py::test_worker",
+        "tests/trainer/test_sums.py::test_half",
     }
-    for name, source in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    table = tmp_path / "table.md"
-    options = ["--root", str(tmp_path), "--folders", "trainer", "--marks", "", "--markdown", str(table)]
-    assert campaign.main([*options, "--at-least", "3"]) == 1
-    # `0 + 2` is positive as well, so no test catches it.
-    assert "2 of 3 mutations were caught" in capsys.readouterr().out
-    assert "| trainer/sums.py | 2 | 1 | 2 | nothing |" in table.read_text()
-    assert (tmp_path / "equipoise/trainer/sums.py").read_text() == files["equipoise/trainer/sums.py"]
+    counts = by_folder.counts_by_folder(checkout / "equipoise", recorded.arcs)
+    assert dict(counts["trainer"]) == {"lines": 6, "lines covered": 5, "branches": 0, "branches covered": 0}
