@@ -36,12 +36,13 @@ class Checkout:
             self.options += ["-m", marks]
         # Files that change within a second must not be taken for each other.
         compileall.compile_dir(folder / "equipoise", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
-        environment = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}:{HERE}"}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        path = f"{folder}:{os.environ.get('PYTHONPATH', '')}:{HERE}"
+        self.environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self.server = subprocess.Popen(
             [sys.executable, str(HERE / "server.py")],
             cwd=folder,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -52,6 +53,15 @@ class Checkout:
 
     def __exit__(self, *error: object) -> None:
         self.server.communicate()
+
+    def test_files(self) -> list[str]:
+        """Return the files from which pytest collects tests of its own accord."""
+        command = [sys.executable, "-m", "pytest", *self.options, "--collect-only"]
+        listed = subprocess.run(
+            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, text=True
+        ).stdout
+        names = {line.partition("::")[0] for line in listed.splitlines() if "::" in line}
+        return sorted(name for name in names if (self.folder / name).is_file())
 
     def failure(
         self, files: Sequence[str], seconds: float, tests: Sequence[str] = (), record: Path | None = None

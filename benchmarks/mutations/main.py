@@ -57,11 +57,7 @@ def shared_out(work: Callable[[Checkout, T], None], items: Iterable[T], checkout
 
 def make_record(checkouts: Sequence[Checkout], folder: Path) -> None:
     """Run all tests once, and record which lines they run; what a folder holds already is kept."""
-    files = [
-        str(file.relative_to(checkouts[0].folder))
-        for tests in ("tests", "examples")
-        for file in sorted((checkouts[0].folder / tests).rglob("test_*.py"))
-    ]
+    files = checkouts[0].test_files()
 
     def record(checkout: Checkout, start: int) -> None:
         part = folder / f"{start:04}"
