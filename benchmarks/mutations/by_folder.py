@@ -52,7 +52,12 @@ def markdown(counts: Mapping[str, Counter[str]]) -> str:
         whole.update(count)
     lines = [COLUMNS, ["---", "---:", "---:", "---:", "---:"]]
     for folder, count in {"all": whole, **counts}.items():
-        shares = [f"{100 * count[f'{kind} covered'] / max(count[kind], 1):.1f}%" for kind in ("lines", "branches")]
+        if not count["lines"]:
+            continue
+        shares = [
+            f"{100 * count[f'{kind} covered'] / count[kind]:.1f}%" if count[kind] else ""
+            for kind in ("lines", "branches")
+        ]
         lines.append([folder, f"{count['lines']:,}", shares[0], f"{count['branches']:,}", shares[1]])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
