@@ -236,7 +236,7 @@ def test_a_public_name_that_does_not_exist_is_an_attribute_error(package: str) -
 
 
 def test_no_test_imports_from_another_one() -> None:
-    """What several files share lies in `tests/support`, or in a module of their folder that is no test."""
+    """Parts that several files share lie in `tests/support`, or in a module of their folder that is no test."""
     root = Path(__file__).parents[1]
     pattern = re.compile(r"^\s*(?:from|import) (tests(?:\.\w+)*\.(?:test_\w+|conftest))\b", re.MULTILINE)
     for path in root.joinpath("tests").rglob("*.py"):
