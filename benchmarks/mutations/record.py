@@ -10,7 +10,7 @@ __all__ = ["Record"]
 
 
 class Record:
-    """What recorders have written; see `recorder.Recorder`.
+    """Record that recorders have written; see `recorder.Recorder`.
 
     Args:
         folder: A folder with theirs.
