@@ -133,17 +133,24 @@ class TestParallelCoordinates:
         found = [each for each in picture.all("g") if "line" in each.attributes["class"].split()]
         return {each.attributes["class"].split()[-1]: each.one("path").attributes["d"] for each in found}
 
-    def test_each_run_has_a_line_through_what_differs_and_the_result(self):
-        rates = ("0.001", "0.1", "10")
+    @pytest.mark.parametrize(
+        ("rates", "middle"),
+        [
+            # Rates of four magnitudes lie evenly, from the bottom at 230 to the top at 30.
+            (("0.001", "0.1", "10"), 130),
+            # Two different ones are enough.
+            (("1", "3", "3"), 30),
+        ],
+    )
+    def test_each_run_has_a_line_through_what_differs_and_the_result(self, rates: tuple[str, ...], middle: int):
         runs = [
             run(number, configuration={"module.lr": rate}, curves={"val_loss": {1.0: float(number)}})
             for number, rate in enumerate(rates)
         ]
         document = page(*runs)
-        # Rates of four magnitudes lie evenly, from the bottom at 230 to the top at 30.
         assert self.paths(document) == {
             "run-0": "M60 230L940 230",
-            "run-1": "M60 130L940 130",
+            "run-1": f"M60 {middle}L940 130",
             "run-2": "M60 30L940 30",
         }
         words = [each.text for each in sections(document)["Parallel coordinates"].all("text")]

@@ -142,6 +142,7 @@ def test_a_wrong_deal_is_refused() -> None:
         ([3, 9, 2, 8], {}, "Sample 1 has 9 tokens, more than max_tokens=6; so have 2 of 4 samples"),
         ([3, 0], {}, "Sample 1 has 0 tokens"),
         ([], {}, "a list of shape [0]"),
+        (torch.empty(0, dtype=torch.int64), {}, "not a Tensor of shape [0] and type torch.int64"),
         ([[1, 2], [3]], {}, "lengths is a sequence with the number of tokens of each sample, not a list"),
         (torch.rand(3), {}, "not a Tensor of shape [3] and type torch.float32"),
         ([3, 2.5], {}, "not a list of shape [2] and type torch.float32"),

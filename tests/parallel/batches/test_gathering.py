@@ -54,8 +54,13 @@ def test_what_was_cut_comes_together_again(data: st.DataObject, sizes: list[int]
 
 @pytest.mark.parametrize("make", [list, lambda items: UserDict(a=items), lambda items: (items, "x")])
 def test_lists_with_an_item_a_sample_are_joined(make: Callable[[Any], Any]) -> None:
-    boxes = [{"boxes": torch.rand(n, 4), "labels": torch.arange(n)} for n in (2, 0, 5)]
-    assert_equal(make(boxes), gather([make(boxes[:1]), make(boxes[1:])], [1, 2], CPU))
+    boxes = [{"boxes": torch.rand(n, 4), "labels": torch.arange(n)} for n in (2, 0, 5, 1)]
+    for first in (1, 2):
+        parts = [make(boxes[:first]), make(boxes[first:])]
+        assert_equal(make(boxes), gather(parts, [first, 4 - first], CPU))
+    # Lists of tensors of all samples would have one length.
+    rows = [torch.rand(1), torch.rand(2), torch.rand(2)]
+    assert_equal(make(rows), gather([make(rows[:1]), make(rows[1:])], [1, 2], CPU))
     names = ["a", "b", "c"]
     assert gather([make(names[:2]), make(names[2:])], [2, 1], CPU) == make(names)
 
