@@ -71,11 +71,11 @@ def data(batches: int = 10, size: int = 4) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(batches * size, 6)), batch_size=size)
 
 
-def fit(memory: MemoryLogger, module: L.LightningModule | None = None, **options: Any) -> Any:
+def fit(memory: MemoryLogger, module: L.LightningModule | None = None, *, batches: int = 10, **options: Any) -> Any:
     cls = options.pop("trainer_type", Trainer)
     callbacks = [memory, *options.pop("callbacks", [])]
     trainer = quiet(cls, callbacks=callbacks, **{"num_sanity_val_steps": 0, **options})
-    trainer.fit(module or Model(), data(), data(2))
+    trainer.fit(module or Model(), data(batches), data(2))
     return trainer
 
 
@@ -365,10 +365,9 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
     assert not memory.leaks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [1e9, 0.0])
 def test_a_leak_that_begins_later_is_named(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If looking once more is worth its time; else it is not looked for."""
+    """In an epoch, if looking once more is worth its time; else it is not looked for."""
     monkeypatch.setattr(watch, "_SHARE", share)
 
     def keep_later(module: Any, loss: Tensor) -> None:
@@ -376,7 +375,7 @@ def test_a_leak_that_begins_later_is_named(share: float, monkeypatch: pytest.Mon
             keep(module, loss)
 
     with pytest.warns(UserWarning, match=r"Model\.kept keeps") if share else nullcontext():
-        memory = logged(MemoryLogger(), Model(keep_later), max_epochs=15)
+        memory = logged(MemoryLogger(), Model(keep_later), batches=120)
     assert len(memory.leaks) == bool(share)
 
 
