@@ -1,4 +1,4 @@
-"""Sweeps that continue, job by job in its own folder, and launchers that run jobs in processes without our paths."""
+"""Sweeps that continue, job by job in its own folder, or are interrupted, and launchers that run jobs in processes without our paths."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ import yaml
 from hydra.core.plugins import Plugins
 
 from tests.support.programs import EQUIPOISE, Program
+from tests.support.projects import write
 
 SWEEP = ("fit", "--multirun", "hydra.sweep.dir=sweep", "callbacks=[model_checkpoint]")
 
@@ -65,6 +66,28 @@ def test_the_folder_of_a_refused_job_stays(project, equipoise):
     """A launcher such as submitit logs there after the job."""
     assert equipoise(*SWEEP, "module._target_=tiny.module.Line,tiny.module.Lime")[0] == 2
     assert (project / "sweep" / "1").is_dir()
+
+
+class InTurn:
+    """A launcher of the user's own, which runs jobs in this process until one is interrupted."""
+
+    def check_sweep(self, config: Any) -> None:
+        pass
+
+    def run_jobs(self, jobs: Any, results: Any, display: Any) -> None:
+        for job, result in zip(jobs, results, strict=True):
+            result.begin()
+            if job.number == 1:
+                raise KeyboardInterrupt
+            result.finish(job.run())
+
+
+def test_an_interrupt_ends_the_jobs_that_had_no_end(project, equipoise):
+    write(project, {"conf/launcher/in_turn.yaml": f"_target_: {__name__}.InTurn"})
+    launcher = ("launcher=in_turn", "hydra/launcher=equipoise")
+    code, out, err = equipoise(*SWEEP, *launcher, "module.lr=0.1,0.2,0.3")
+    assert code == 130, err
+    assert "Sweep: 1 done, 2 interrupted" in out
 
 
 @pytest.mark.slow

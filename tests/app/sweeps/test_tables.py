@@ -2,6 +2,7 @@
 
 import csv
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from equipoise.app.sweeps.progress import JobProgress, Progress, callbacks_of_jo
 from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.app.sweeps.tables import SweepDisplay, closing_table, live_table, print_closing_table
 from equipoise.errors import SweepError
+from tests.support.terminal import Terminal
 
 
 def job(number, lr, **options):
@@ -110,6 +112,16 @@ def test_without_a_terminal_there_is_a_line_for_each_job(results, tmp_path):
     assert first.startswith("Job 0 done after ")
     assert first.endswith("module.lr=0.1; accuracy 0.8750; val_loss 0.2500")
     assert second.endswith("module.lr=0.2; ValueError: too [large]")
+
+
+def test_a_terminal_shows_the_live_table_until_the_end(results, monkeypatch):
+    terminal = Terminal(120)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    display = SweepDisplay(results, Console(file=terminal, force_terminal=True, width=120, height=50, _environ={}))
+    with display.shown():
+        display.end(results.jobs[0])
+    assert "2 of 4 jobs have ended" in terminal.sent
+    assert terminal.text == ""
 
 
 def run_two_batches(folder, error):

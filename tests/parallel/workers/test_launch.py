@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ import pytest
 import torch
 
 from equipoise import ConfigurationError, WorkerError
+from equipoise.interop.distributed.processes import preloaded_by_user
 from equipoise.parallel.communication.process_group import follows_from_another
 from equipoise.parallel.workers.launch import launch
 from equipoise.parallel.workers.messages.reports import Report, raise_first_cause
+from equipoise.parallel.workers.preloading import preloaded_modules, preloading
 from equipoise.parallel.workers.worker_main import call_in_parent
 from equipoise.parallel.workers.worker_process import WorkerProcess
 from tests.support.surroundings import threads_that_stay
@@ -500,6 +503,20 @@ def test_two_launches_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(partial(launch, described), [2, 2]))
     assert answers[0]["process"] != answers[1]["process"]
+
+
+def test_a_server_imports_what_the_user_preloads_after_our_modules() -> None:
+    """But no script once more. The list of the user stays."""
+    before = preloaded_by_user()
+    set_forkserver_preload(["__main__", "pyclbr", "torch"])
+    try:
+        with preloading():
+            *modules, end = preloaded_by_user()
+        assert modules == [*preloaded_modules(), "pyclbr"]
+        assert end not in modules
+        assert preloaded_by_user() == ["__main__", "pyclbr", "torch"]
+    finally:
+        set_forkserver_preload(before)
 
 
 SCRIPT = """
