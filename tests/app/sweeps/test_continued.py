@@ -1,4 +1,4 @@
-"""Sweeps that continue, job by job in its own folder, or are interrupted, and launchers that run jobs in processes without our paths."""
+"""Sweeps that continue in the folder of each job, or are interrupted, and launchers in processes without our paths."""
 
 import sys
 from pathlib import Path
