@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.extensions.fsdp.modules import Attention, ByHand, Frozen, Marked, ReadsElsewhere, Tied, Unused, Weighted
-from tests.extensions.fsdp.programs import FEATURES, Net, assert_same_in_processes, fsdp, outcome
+from tests.extensions.fsdp.programs import FEATURES, Net, assert_close, assert_same_in_processes, fsdp, outcome
 from tests.support.all_cases import dealt
 
 # Modules
@@ -230,3 +230,7 @@ def test_training_in_shards_equals_that_of_one_device(processes: int, replicas: 
     assert_same_in_processes(
         processes, expected, {name: partial(under_fsdp, name, processes, replicas) for name in names}
     )
+
+
+def test_one_process_trains_as_one_device() -> None:
+    assert_close(on_one_device("plain"), under_fsdp("plain", processes=1, replicas=1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
+from equipoise import Trainer, VirtualDevicesStrategy
 from tests.extensions.virtual.modules import (
     SAMPLES,
     Augmented,
@@ -29,6 +30,7 @@ from tests.extensions.virtual.modules import (
 from tests.extensions.virtual.runs import SaveAfter, expected_of, on_one_device, rows, run, small_trainer
 from tests.support.equality import assert_equal
 from tests.support.pairs import pairwise
+from tests.support.quiet import QUIET
 from tests.support.trainer_runs import refuses, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The val loader shuffles", "ignore:Sparse CSR tensor support is in beta")
@@ -100,6 +102,12 @@ def test_losses_and_windows_have_the_bits_of_one_device(kind: Any, options: dict
 
 def test_another_number_of_virtual_devices_is_another_run() -> None:
     assert not torch.equal(on_one_device(Noisy)["net.0.weight"], on_one_device(Noisy, count=4)["net.0.weight"])
+
+
+def test_by_default_it_takes_no_more_devices_than_have_a_part() -> None:
+    available = [torch.device("cuda", index) for index in range(3)]
+    assert VirtualDevicesStrategy(count=2).default_devices(available) == available[:2]
+    assert Trainer(strategy="virtual", accelerator="cpu", **QUIET).num_devices == 1
 
 
 def test_random_numbers_of_the_data_depend_on_the_seed() -> None:
