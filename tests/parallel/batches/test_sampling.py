@@ -134,6 +134,7 @@ def test_workers_collation_and_generators_stay() -> None:
 
 def test_the_sign_for_no_batch_survives_a_pickle() -> None:
     assert pickle.loads(pickle.dumps(NO_BATCH)) is NO_BATCH
+    assert Collate(list)([]) is NO_BATCH
     assert Collate(list)([1]) == [1]
     first = FirstBatches(BatchSampler(SequentialSampler(range(3)), 2, False), 1)
     assert list(first) == [[0, 1]]

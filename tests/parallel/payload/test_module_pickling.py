@@ -133,6 +133,16 @@ def test_a_compiled_module_is_compiled_where_it_arrives(make: Any) -> None:
     assert compiled > 0
 
 
+def test_a_module_that_is_compiled_in_place_survives_a_pickle() -> None:
+    torch._dynamo.reset()
+    module = in_place()
+    other = loads(dumps(module))
+    before = len(CALLS)
+    value = other(torch.ones(2, 3))
+    assert len(CALLS) > before
+    assert torch.equal(value, module(torch.ones(2, 3)))
+
+
 class Task(BoringModel):
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Objects and errors as bytes: all dtypes, errors that stay as they are, errors that cannot travel."""
+"""Objects and errors as bytes: all dtypes, hooks, errors that stay as they are, errors that cannot travel."""
 
 import pickle
 import threading
@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from equipoise.parallel.payload.object_bytes import dumps, loads, pickle_error
 
@@ -17,6 +18,14 @@ def test_objects_come_back_from_bytes() -> None:
     assert torch.equal(read["key"], value["key"])
     assert read["array"].tolist() == [1, 1]
     assert read["call"]() == 3
+
+
+def test_a_parameter_keeps_its_hooks() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: 3 * gradient)
+    read = loads(dumps(parameter))
+    read.sum().backward()
+    assert read.grad.tolist() == [3, 3]
 
 
 def test_an_error_travels_without_its_cause_and_keeps_it_here() -> None:
