@@ -458,12 +458,16 @@ class Pickles(Net):
     """One process alone pickles weights in a step and in a hook, and all make parameters of others and keep one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.whole = [self.first.weight]
         self.pickle(self.first.weight, nn.Parameter)
         self.pickle(self.blocks[0].up.weight, DTensor)
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.pickle(self.first.weight, DTensor)
+        # The whole one of the step, which was freed, stands for its shard.
+        freed = pickle.loads(pickle.dumps(self.whole[0]))
+        assert torch.equal(freed.to_local(), self.first.weight.to_local())
         # Torch makes parameters of tensors whose values `detach` returns in the same class.
         self.to("cpu")
         assert torch.equal(nn.Parameter(self.first.weight.data).to_local(), self.first.weight.to_local())
