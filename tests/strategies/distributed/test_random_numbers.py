@@ -61,6 +61,10 @@ class Drawing(L.LightningModule):
         self.note("mask", self.dropout(torch.ones(8)).tolist())
         return self.layer(batch).square().mean()
 
+    def teardown(self, stage: str) -> None:
+        with torch.random.fork_rng([]):
+            self.note("next", torch.rand(3).tolist())
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
@@ -104,6 +108,8 @@ def test_the_first_process_draws_as_a_run_in_one_process(tmp_path: Path) -> None
     one, two = tmp_path / "one", tmp_path / "two"
     fit(one, "single_device", 1)
     fit(two, "ddp", 2)
+    # What follows the run goes on from it.
+    assert [[torch.rand(3).tolist()]] == drawn(two, "next", 0)
     assert drawn(two, "split", 0) == drawn(one, "split", 0)
     assert drawn(two, "mask", 0)[0] == drawn(one, "mask", 0)[0]
 
