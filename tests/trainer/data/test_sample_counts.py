@@ -120,9 +120,17 @@ class Stream(IterableDataset[Any]):
         return iter(Sequences(5).samples)
 
 
-def test_a_stream_of_batches_without_sizes_warns() -> None:
-    with pytest.raises(UserWarning, match=r"parts of a step in 2 processes have equal weights.*batch_size"):
-        fitted("ddp", 2, DataLoader(Stream(), batch_size=2, collate_fn=Graphs))
+@pytest.mark.parametrize(
+    ("strategy", "devices", "words"),
+    [
+        ("ddp", 2, "parts of a step in 2 processes have equal weights"),
+        ("single_device", 1, "Batches are accumulated with equal weights"),
+    ],
+)
+def test_a_stream_of_batches_without_sizes_warns(strategy: str, devices: int, words: str) -> None:
+    loader = DataLoader(Stream(), batch_size=2, collate_fn=Graphs)
+    with pytest.raises(UserWarning, match=f"{words}.*batch_size"):
+        fitted(strategy, devices, loader, accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
