@@ -71,14 +71,15 @@ def _of_member(checkpoint: dict[str, Any], member: int) -> dict[str, Any]:
     if member and strategy.get("optimizers"):
         of_member["optimizer_states"] = [states[member - 1] for states in strategy["optimizers"]]
     positions = [ours.get("position"), *ours.get("left", {}).get("positions", [])]
+    others = len(checkpoint[MEMBERS])
     for position in positions:
         if position is not None:
-            _set_position(position, strategy, member)
+            _set_position(position, strategy, others, member)
     of_member[OUR_KEY] = ours
     return of_member
 
 
-def _set_position(position: dict[str, Any], strategy: dict[str, Any], member: int) -> None:
+def _set_position(position: dict[str, Any], strategy: dict[str, Any], others: int, member: int) -> None:
     """Turn the position of an ensemble into that of a member."""
     streams = strategy.get("streams")
     if member and streams is not None:
@@ -87,12 +88,20 @@ def _set_position(position: dict[str, Any], strategy: dict[str, Any], member: in
         position["random_state"],
         position["epoch_random_state"],
     ]
+    # Those with which workers that stay have started.
+    states.extend(state for _, state in position.get("loaders", {}).get("workers", []))
     before_validation = position.get("before_validation")
     if before_validation:
         states.append(before_validation["random_state"])
+    new_states: dict[bytes, Tensor] = {}
     for state in states:
         if state:
-            _set_random_state(state, member)
+            new_states |= _set_random_state(state, others, member)
+    # Private generators are among what has changed in the loaders, too.
+    for changes in (position, before_validation or {}):
+        for name in ("hook_state", "data_before_order"):
+            entries = changes.get(name, {}).get("generators", [])
+            entries[:] = [[path, new_states.get(_bytes_of(state), state)] for path, state in entries]
     if member and strategy.get("gradients"):
         gradients = []
         for gradient, present in strategy["gradients"]:
@@ -100,23 +109,31 @@ def _set_position(position: dict[str, Any], strategy: dict[str, Any], member: in
         position["gradients"] = gradients
 
 
-def _set_random_state(state: dict[str, Any], member: int) -> None:
-    """Turn generators of loaders, among which are the streams of the members, into those of a member's own run."""
-    generators = []
-    streams = None
-    for generator in state["generators"]:
-        if generator.ndim == 2:
-            streams = generator
-        else:
-            generators.append(generator)
+def _set_random_state(state: dict[str, Any], others: int, member: int) -> dict[bytes, Tensor]:
+    """Turn generators of loaders, among which are the streams of the members, into those of a member's own run.
+
+    Returns:
+        The new state of each private generator, by its state in the first member.
+    """
+    streams = [generator for generator in state["generators"] if generator.ndim == 2]
+    generators = [generator for generator in state["generators"] if generator.ndim != 2]
     state["generators"] = generators
-    if streams is None or not member:
-        return
-    state["global"]["cpu"] = streams[member - 1].clone()
-    # The rows of a private generator of the loader follow those of the global one.
-    half = len(streams) // 2
-    if generators:
-        state["generators"] = [streams[half + member - 1].clone()]
+    if not streams or not member:
+        return {}
+    state["global"]["cpu"] = streams[0][member - 1].clone()
+    # The rows of private generators of a loader follow those of the global one.
+    private = [rows for of_loader in streams for rows in of_loader.split(others)[1:]]
+    if len(private) > len(generators):
+        # Loaders that share a generator have the same rows.
+        private = list({_bytes_of(rows): rows for rows in private}.values())
+    # Checkpoints of earlier releases always have rows of a private generator.
+    pairs = list(zip(generators, private, strict=False))
+    state["generators"] = [rows[member - 1].clone() for _, rows in pairs]
+    return {_bytes_of(generator): rows[member - 1].clone() for generator, rows in pairs}
+
+
+def _bytes_of(state: Any) -> bytes:
+    return state.numpy().tobytes() if isinstance(state, Tensor) else b""
 
 
 def _row(gradient: Tensor | None, present: list[int], member: int) -> Tensor | None:

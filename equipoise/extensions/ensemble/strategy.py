@@ -12,13 +12,8 @@ from torch.optim import Optimizer
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.ensemble.computation.choice import Choice, Mode
 from equipoise.extensions.ensemble.computation.together import Together
-from equipoise.extensions.ensemble.data.member_batches import (
-    MemberParts,
-    MembersBatch,
-    batch_of,
-    with_member_order,
-    with_seed_drawing,
-)
+from equipoise.extensions.ensemble.data.member_batches import MemberParts, MembersBatch, batch_of
+from equipoise.extensions.ensemble.data.member_order import with_member_order
 from equipoise.extensions.ensemble.data.random_streams import RandomStreams
 from equipoise.extensions.ensemble.gradients import clip_by_norm, clip_by_value
 from equipoise.extensions.ensemble.members.initial_members import Factory, check_seeds, construct_members, member_seeds
@@ -220,6 +215,7 @@ class EnsembleStrategy(Strategy):
         self._forget()
         self._module_of_members = module
         self._streams = streams
+        streams.begin_run()
         return states
 
     def teardown(self, error: BaseException | None = None) -> None:
@@ -227,8 +223,6 @@ class EnsembleStrategy(Strategy):
         # The field is reset first, so that an error below leaves no state of the run behind.
         run = self._run
         self._run = None
-        if self._streams is not None:
-            self._streams.end_training()
         # What outlives the run: the module and the optimiser are those of the first member again.
         if run is not None:
             self._states = [_on_cpu(state) for state in run.members.states()[1:]]
@@ -277,11 +271,9 @@ class EnsembleStrategy(Strategy):
         """Return a loader with a batch for each member; see `Strategy.shard`."""
         streams = self._streams
         assert streams is not None
-        if stage != "train":
-            return Shard(with_seed_drawing(loader, streams))
-        if not self.own_order:
-            return Shard(loader)
-        return Shard(with_member_order(loader, streams, self.members))
+        is_training = stage == "train"
+        own_order = self.own_order
+        return Shard(with_member_order(loader, streams, self.members, own_order=own_order, is_training=is_training))
 
     def batch_to_devices(self, batch: Any, transfer: Transfer) -> Sequence[Any]:
         """Copy the batch of each member to the device; see `Strategy.batch_to_devices`."""
@@ -301,6 +293,8 @@ class EnsembleStrategy(Strategy):
     def forward_backward(self, step: TrainingStep, parts: Sequence[Any], last: bool) -> StepResult:
         """Compute the gradients of all members; see `Strategy.forward_backward`."""
         run = self._current_run
+        assert self._streams is not None
+        self._streams.begin_training()
         result = run.choice.run(partial(self._train, step, self._batches(parts)))
         run.is_window_open = not last
         return result

@@ -20,6 +20,7 @@ __all__ = [
     "CLASSES",
     "CLOSE",
     "Classifier",
+    "OfAnyLoaders",
     "SavesAt",
     "alone",
     "assert_members",
@@ -77,6 +78,20 @@ class Classifier(L.LightningModule):
             return torch.optim.Adafactor(self.parameters(), lr=0.01)
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class OfAnyLoaders(Classifier):
+    """Draws random numbers in its steps, and adds the losses of the batches of its loaders, one or two."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batches = batch.values() if isinstance(batch, dict) else [batch]
+        return sum(nn.functional.cross_entropy(self.net(features), labels) for features, labels in batches)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        super().validation_step((batch[0] + torch.randn_like(batch[0]), batch[1]), batch_idx)
 
 
 class SavesAt(L.Callback):

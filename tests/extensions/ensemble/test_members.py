@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torchmetrics import MeanMetric
 
 from equipoise import EnsembleStrategy, StepError
 from tests.extensions.ensemble.runs import (
     CLOSE,
     Classifier,
+    OfAnyLoaders,
     alone,
     assert_members,
     ensemble,
@@ -643,6 +645,95 @@ def test_a_validation_that_shuffles(sampler: Any, seed: int) -> None:
     options: Any = {"validation": partial(sampled, sampler)}
     strategy, _, _ = ensemble(seed, module, mode="one_by_one", **options)
     assert_members(states_alone(seed, 3, module, **options), strategy, CLOSE)
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader().dataset)
+
+
+class DrawnBatches:
+    """A batch sampler that draws when it is asked for an iterator."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(42, generator=self.generator).view(-1, 6).tolist())
+
+    def __len__(self) -> int:
+        return 7
+
+
+def own() -> torch.Generator:
+    """Return a generator with the seed of the program."""
+    return torch.Generator().manual_seed(torch.initial_seed())
+
+
+def of_drawn_batches(**options: Any) -> DataLoader[Any]:
+    return DataLoader(loader().dataset, **{"batch_sampler": DrawnBatches(), **options})
+
+
+def of_one_generator() -> Any:
+    generator = own()
+    return {"first": loader(generator=generator), "second": loader(31, generator=generator)}
+
+
+in_order = partial(loader, shuffle=False)
+LOADERS: dict[str, Any] = {
+    "in order": in_order,
+    "in order, workers": partial(in_order, num_workers=1),
+    "workers that stay": partial(loader, num_workers=1, persistent_workers=True),
+    "a stream": lambda: DataLoader(Streamed(), batch_size=6),
+    "a stream without batches": lambda: DataLoader(
+        [(torch.ones(6, 8).double(), torch.ones(6).long())], batch_size=None
+    ),
+    "batches drawn at once": of_drawn_batches,
+    "batches drawn at once, workers": partial(of_drawn_batches, num_workers=1),
+    "batches drawn privately": lambda: of_drawn_batches(batch_sampler=DrawnBatches(own())),
+    "full batches drawn privately": lambda: loader(42, generator=own()),
+    "one beside another in order": lambda: {"first": loader(), "second": in_order(14)},
+    "two": lambda: {"first": loader(), "second": loader(14)},
+    "two with workers": lambda: {"first": loader(num_workers=1), "second": loader(14, num_workers=1)},
+    "two with a generator each": lambda: {"first": loader(generator=own()), "second": loader(31, generator=own())},
+    "two with one generator": of_one_generator,
+}
+
+
+@pytest.mark.quick_cases(6)
+@pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
+def test_loaders_draw_for_each_member_what_they_draw_in_its_own_run(data: Any, seed: int) -> None:
+    """Also the numbers of steps, and of validations after the sanity check, depend on it."""
+    options: Any = {"data": data, "num_sanity_val_steps": 2}
+    strategy, _, _ = ensemble(seed, OfAnyLoaders, mode="one_by_one", **options)
+    assert_members(states_alone(seed, 3, OfAnyLoaders, **options), strategy)
+
+
+VALIDATIONS: dict[str, Any] = {
+    "a stream": LOADERS["a stream"],
+    "batches of all samples": LOADERS["a stream without batches"],
+    "workers that stay": partial(in_order, num_workers=1, persistent_workers=True),
+    "when it is asked": lambda: sampled(Drawing),
+}
+
+
+@pytest.mark.parametrize("validation", VALIDATIONS.values(), ids=VALIDATIONS)
+def test_validations_draw_for_each_member_what_they_draw_in_its_own_run(validation: Any, seed: int) -> None:
+    options: Any = {"validation": validation, "limit_val_batches": 2, "data": in_order}
+    strategy, _, _ = ensemble(seed, OfAnyLoaders, mode="one_by_one", **options)
+    assert_members(states_alone(seed, 3, OfAnyLoaders, **options), strategy)
+
+
+def test_a_validation_that_draws_from_the_generator_of_the_training(seed: int) -> None:
+    def fit(strategy: Any, seed: int) -> Any:
+        seed_everything(seed, verbose=False)
+        model, generator = OfAnyLoaders(), own()
+        trainer(strategy).fit(model, loader(generator=generator), in_order(generator=generator))
+        return model.state_dict()
+
+    strategy = EnsembleStrategy(members=3, mode="one_by_one")
+    fit(strategy, seed)
+    assert_members([fit("single_device", seed + member) for member in range(3)], strategy)
 
 
 def test_one_order_for_all_members(seed: int) -> None:

@@ -16,7 +16,17 @@ from torchmetrics import SumMetric
 
 from equipoise import CheckpointError, EnsembleStrategy, OOMRecovery, StepError, Trainer, split_ensemble
 from equipoise.extensions.ensemble.gradients import WeightsOfMembers
-from tests.extensions.ensemble.runs import CLOSE, Classifier, SavesAt, alone, assert_members, ensemble, loader, trainer
+from tests.extensions.ensemble.runs import (
+    CLOSE,
+    Classifier,
+    OfAnyLoaders,
+    SavesAt,
+    alone,
+    assert_members,
+    ensemble,
+    loader,
+    trainer,
+)
 from tests.support.equality import assert_equal
 from tests.support.pairs import pairwise
 from tests.support.trainer_runs import refuses
@@ -129,6 +139,29 @@ def test_files_of_members_are_those_of_runs_of_their_own(data: Any, batches: int
         resumed, run = Classifier(), trainer(accumulate_grad_batches=3)
         run.fit(resumed, data(99), loader(shuffle=False), ckpt_path=file)
         assert_equal(whole, resumed, CLOSE)
+
+
+def with_two_generators(seed: int) -> Any:
+    return {"first": with_private_generator(seed), "second": with_private_generator(seed)}
+
+
+@pytest.mark.parametrize("data", [lambda seed: loader(shuffle=False), with_two_generators], ids=["in order", "two"])
+def test_random_numbers_go_on_in_the_middle_of_an_epoch(data: Any, tmp_path: Path) -> None:
+    """In an ensemble, and in the files of its members."""
+
+    def resume(strategy: Any, file: Path) -> Any:
+        seed_everything(99, verbose=False)
+        model = OfAnyLoaders()
+        trainer(strategy).fit(model, data(99), loader(shuffle=False), ckpt_path=file)
+        return model.state_dict()
+
+    file = tmp_path / "x.ckpt"
+    ensemble(SEED, OfAnyLoaders, partial(data, SEED), mode="one_by_one", callbacks=[SavesAt(11, file)])
+    expected = [alone(SEED + member, OfAnyLoaders, partial(data, SEED + member))[0].state_dict() for member in range(3)]
+    strategy = EnsembleStrategy(members=3, mode="one_by_one")
+    resume(strategy, file)
+    assert_members(expected, strategy)
+    assert_equal(expected, [resume("single_device", split) for split in split_ensemble(file)])
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
