@@ -71,15 +71,15 @@ def _of_member(checkpoint: dict[str, Any], member: int) -> dict[str, Any]:
     if member and strategy.get("optimizers"):
         of_member["optimizer_states"] = [states[member - 1] for states in strategy["optimizers"]]
     positions = [ours.get("position"), *ours.get("left", {}).get("positions", [])]
-    others = len(checkpoint[MEMBERS])
+    num_further = len(checkpoint[MEMBERS])
     for position in positions:
         if position is not None:
-            _set_position(position, strategy, others, member)
+            _set_position(position, strategy, num_further, member)
     of_member[OUR_KEY] = ours
     return of_member
 
 
-def _set_position(position: dict[str, Any], strategy: dict[str, Any], others: int, member: int) -> None:
+def _set_position(position: dict[str, Any], strategy: dict[str, Any], num_further: int, member: int) -> None:
     """Turn the position of an ensemble into that of a member."""
     streams = strategy.get("streams")
     if member and streams is not None:
@@ -96,7 +96,7 @@ def _set_position(position: dict[str, Any], strategy: dict[str, Any], others: in
     new_states: dict[bytes, Tensor] = {}
     for state in states:
         if state:
-            new_states |= _set_random_state(state, others, member)
+            new_states |= _set_random_state(state, num_further, member)
     # Private generators are among what has changed in the loaders, too.
     for changes in (position, before_validation or {}):
         for name in ("hook_state", "data_before_order"):
@@ -109,7 +109,7 @@ def _set_position(position: dict[str, Any], strategy: dict[str, Any], others: in
         position["gradients"] = gradients
 
 
-def _set_random_state(state: dict[str, Any], others: int, member: int) -> dict[bytes, Tensor]:
+def _set_random_state(state: dict[str, Any], num_further: int, member: int) -> dict[bytes, Tensor]:
     """Turn generators of loaders, among which are the streams of the members, into those of a member's own run.
 
     Returns:
@@ -122,7 +122,7 @@ def _set_random_state(state: dict[str, Any], others: int, member: int) -> dict[b
         return {}
     state["global"]["cpu"] = streams[0][member - 1].clone()
     # The rows of private generators of a loader follow those of the global one.
-    private = [rows for of_loader in streams for rows in of_loader.split(others)[1:]]
+    private = [rows for of_loader in streams for rows in of_loader.split(num_further)[1:]]
     if len(private) > len(generators):
         # Loaders that share a generator have the same rows.
         private = list({_bytes_of(rows): rows for rows in private}.values())

@@ -53,10 +53,10 @@ class MemberOrder(DerivedSampler):
         self._loader_generator = loader.generator
         owners = (loader, self.batch_sampler, self.sampler)
         generators = [getattr(owner, "generator", None) for owner in owners]
-        self._private = list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
+        self._private = list(dict.fromkeys(owned for owned in generators if isinstance(owned, torch.Generator)))
         self.generator = LoaderStreams(streams, self._private)
         self._streams = streams
-        self._others = range(1, members)
+        self._further_members = range(1, members)
         self._is_shared = is_shared
         self._is_training = is_training
         self._has_workers = loader.num_workers > 0
@@ -72,11 +72,11 @@ class MemberOrder(DerivedSampler):
         iterator = iter(self.batch_sampler)
         if self._has_workers:
             return self._batches(iterator, None)
-        return self._batches(iterator, self._open_others())
+        return self._batches(iterator, self._open_further())
 
-    def _open_others(self) -> list[Iterator[Any]]:
+    def _open_further(self) -> list[Iterator[Any]]:
         """Return the batches of all members but the first, and draw the seed of workers, as opening a loader does."""
-        return [self._streams.run(member, self._open, self._private) for member in self._others]
+        return [self._streams.run(member, self._open, self._private) for member in self._further_members]
 
     def _open(self) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(self.batch_sampler)
@@ -89,35 +89,35 @@ class MemberOrder(DerivedSampler):
             iterator = iter(self.batch_sampler)
         return iterator
 
-    def _batches(self, first: Iterator[Any], others: list[Iterator[Any]] | None) -> Iterator[Any]:
+    def _batches(self, first: Iterator[Any], further: list[Iterator[Any]] | None) -> Iterator[Any]:
         # Workers are given batches before the next loader is opened. Of loaders without workers all are opened before
         # the first batch is read.
-        if others is None:
-            others = self._open_others()
+        if further is None:
+            further = self._open_further()
         self._has_started = True
         draws = True
         for batch in first:
             if self._is_shared:
                 if draws:
-                    self._next_of(others)
+                    self._next_of(further)
                 yield batch
             else:
-                batches = self._next_of(others, draws=draws)
+                batches = self._next_of(further, draws=draws)
                 if None in batches:
                     return
                 yield self._joined([batch, *batches])
             draws = not self._draws_at_once
         # The end of an order may draw, too.
         if draws:
-            self._next_of(others)
+            self._next_of(further)
 
-    def _next_of(self, others: list[Iterator[Any]], *, draws: bool = True) -> list[Any]:
+    def _next_of(self, further: list[Iterator[Any]], *, draws: bool = True) -> list[Any]:
         """Return the next batch of all members but the first, for which they may draw; None if there is none."""
         if not draws:
-            return [next(iterator, None) for iterator in others]
+            return [next(iterator, None) for iterator in further]
         return [
             self._streams.run(member, partial(next, iterator, None), self._private)
-            for member, iterator in zip(self._others, others, strict=True)
+            for member, iterator in zip(self._further_members, further, strict=True)
         ]
 
     def _joined(self, batches: Sequence[Any]) -> list[Any]:
