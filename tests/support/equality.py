@@ -88,7 +88,7 @@ def _tensors(expected: Tensor, actual: Tensor, place: str) -> Iterator[str]:
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
-    flat = tensor.detach().to_dense().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().to_dense().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).reshape(flat.numel(), -1).numpy() if flat.numel() else np.empty((0, 1))
 
 

@@ -3,7 +3,7 @@
 A `Run` holds what is compared: the gradients before each step, the weights after the last one, and the logged values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -60,8 +60,8 @@ class Run(NamedTuple):
 def train(
     make: Callable[[], L.LightningModule],
     strategy: Strategy | str = "single_device",
-    devices: int = 1,
-    sizes: list[int] = SIZES,
+    devices: int | Sequence[str] = 1,
+    sizes: Sequence[int] = SIZES,
     *,
     seed: int = 0,
     val: list[int] | None = None,
@@ -75,7 +75,7 @@ def train(
     Args:
         make: Makes the module; its weights are made in float64.
         strategy: The strategy. Default: one device.
-        devices: Number of CPU devices. Default: 1.
+        devices: The devices, or the number of CPU devices. Default: 1.
         sizes: Sizes of the training batches. Default: those of `tests.support.batches`.
         seed: Seed of the batches. Default: 0.
         val: Sizes of the validation batches. Default: no validation.
@@ -88,7 +88,7 @@ def train(
     module, gradients = make(), Gradients()
     trainer = Trainer(
         strategy=strategy,
-        devices=["cpu"] * devices,
+        devices=["cpu"] * devices if isinstance(devices, int) else list(devices),
         callbacks=[*([gradients] if reads_gradients else []), *(callbacks or [])],
         **{**QUIET, "max_epochs": 2, "precision": "64-true", **options},
     )

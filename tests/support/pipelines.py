@@ -126,11 +126,12 @@ def fit(
     *,
     strategy: Any = "single_device",
     devices: Sequence[str] = ("cpu",),
+    reads_gradients: bool = True,
     **options: Any,
 ) -> Run:
     """Train on ready batches as `one_device.train` does; gradients are kept that lie in this process."""
-    reads = getattr(strategy, "engine", "threads") == "threads"
-    return train(make, strategy, len(devices), sizes, reads_gradients=reads, **options)  # type: ignore[arg-type]
+    reads = reads_gradients and getattr(strategy, "engine", "threads") == "threads"
+    return train(make, strategy, devices, sizes, reads_gradients=reads, **options)  # type: ignore[arg-type]
 
 
 def assert_same(expected: Run, actual: Run, tolerance: float = 1e-12) -> None:
