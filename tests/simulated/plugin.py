@@ -28,9 +28,6 @@ _IN_ORDER = "expects the parts of a batch in order, but devices compute them at 
 ON_OTHER_DEVICES_ONLY = {
     f"{_PIPELINE}/test_pipeline.py::test_sparse_gradients": _NO_SPARSE,
     f"{_PROCESSES}/test_processes.py::test_a_tensor_that_cannot_be_sent_is_named": _NO_SPARSE,
-    f"{_PROCESSES}/test_processes.py::test_a_module_that_calls_itself_and_computes_before": (
-        "the memory of what is computed before moves in the first batch, which is refused as if a step had changed it"
-    ),
     f"{_PIPELINE}/test_pipeline.py::test_optimizers_and_schedulers[LBFGS]": (
         "LBFGS needs all parameters on one device, and is refused where there are several"
     ),

@@ -71,10 +71,10 @@ class PipelinedBatch:
         Raises:
             StepError: If the step does not call the network, differentiates it, or changes parameters or gradients.
         """
-        # A step that runs once may change them. In the first batch of a run all values are compared, since torch does
-        # not count changes by `data`.
+        # A step that runs once may change them. In the first batch of a run all values are compared: torch does not
+        # count changes by `data`, and layers outside the network move to their device.
         named = dict(self._module.named_parameters()) if len(self._steps) > 1 else {}
-        watched = WatchedParameters(named, contents=network.cut is None and processes is None)
+        watched = WatchedParameters(named, contents=network.cut is None)
         try:
             with backwards_through_network_refused(), self._step.hook_scope(), self._step.follow_later() as self.follow:
                 self._start()

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from equipoise.errors import StepError
+from equipoise.extensions.pipeline.messaging.remote_parameters import is_elsewhere
 from equipoise.parallel.divergence.changes import changed, marks_of
 
 __all__ = ["WatchedParameters"]
@@ -34,7 +35,9 @@ class WatchedParameters:
         self._check("the gradient of ", self._gradients, self._marks_of_gradients())
 
     def _marks_of_values(self) -> dict[str, Any]:
-        return marks_of(self._parameters, contents=self._contents)
+        # Those of stages in other processes have no values here, and refuse to be changed.
+        present = {name: parameter for name, parameter in self._parameters.items() if not is_elsewhere(parameter)}
+        return marks_of(present, contents=self._contents)
 
     def _marks_of_gradients(self) -> dict[str, Any]:
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
