@@ -126,7 +126,7 @@ def _set_random_state(state: dict[str, Any], num_further: int, member: int) -> d
     if len(private) > len(generators):
         # Loaders that share a generator have the same rows.
         private = list({_bytes_of(rows): rows for rows in private}.values())
-    # Checkpoints of earlier releases always have rows of a private generator.
+    # An earlier version wrote rows of a private generator in any case.
     pairs = list(zip(generators, private, strict=False))
     state["generators"] = [rows[member - 1].clone() for _, rows in pairs]
     return {_bytes_of(generator): rows[member - 1].clone() for generator, rows in pairs}

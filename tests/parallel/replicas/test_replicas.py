@@ -292,6 +292,15 @@ def test_copies_are_made_anew_where_parts_come_or_go(change: Callable[[nn.Module
     assert_alike(module, replicas[1], torch.randn(4, 3))
 
 
+def test_a_copy_that_is_new_stays_where_an_older_one_is_outdated() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    replicas = Replicas(module, [CPU] * 3)
+    replicas.refresh([0, 2])
+    module.append(nn.Linear(2, 1))
+    replicas.refresh([0, 1, 2])
+    assert [len(replicas[index]) for index in (1, 2)] == [2, 2]
+
+
 def test_gradients_after_a_change_of_structure() -> None:
     """A copy that is not needed at once must not get mixed up with those made anew."""
     module = nn.Sequential(nn.Linear(2, 2))
