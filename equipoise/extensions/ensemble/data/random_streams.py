@@ -7,7 +7,6 @@ the same way.
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ class RandomStreams:
     def __init__(self, states: Sequence[Tensor], seeds: Sequence[int]) -> None:
         self._states = [state.clone() for state in states]
         self._seeds = list(seeds)
-        # The states of the members but the first, for each private generator.
-        self._private_states: WeakKeyDictionary[torch.Generator, list[Tensor]] = WeakKeyDictionary()
+        # The states of the members but the first, for each private generator; torch 2.11 has no weak references to it.
+        self._private_states: dict[torch.Generator, list[Tensor]] = {}
         # Those with which a training begins: the sanity check before it leaves the numbers as they were.
         self._initial_states: list[Tensor] | None = None
 

@@ -5,7 +5,6 @@ import pickle
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from itertools import count
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -56,7 +55,8 @@ class Contents:
     own_memory: frozenset[int | None] = frozenset()
 
     def __init__(self) -> None:
-        self._numbers = count()
+        # Not `itertools.count`, which Python 3.14 does not pickle.
+        self._next_number = 0
         # Numbers of tensors and modules by identity, which another one may have after this one.
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -93,7 +93,8 @@ class Contents:
         reference, number = self._known.get(key, (None, 0))
         # The reference must not keep the value alive.
         if reference is None or reference() is not value:
-            number = next(self._numbers)
+            number = self._next_number
+            self._next_number += 1
             self._known[key] = (weakref.ref(value), number)
         return number
 
