@@ -10,6 +10,7 @@ How a pass finds its last batch follows from what is known of its length:
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,7 +20,7 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.random_state import drawn_alike
 from equipoise.strategies.distributed.epoch_length import Certainty, Extent, draw_order, length_of
-from equipoise.trainer.data.loader_state import has_state
+from equipoise.trainer.data.loader_state import Restarts, has_state
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
 
@@ -54,6 +55,7 @@ class BatchStream:
         indices: Indices of the samples in each batch of the present pass that was drawn; see `record_indices`.
         even_steps: Number of first steps for which each process is known to have a batch. In later ones a process may
             be without one. Infinite if no process has been without a batch so far.
+        restarts: The last restart of each loader of several, in this pass.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class BatchStream:
         self.indices: list[list[int]] = []
         self.even_steps = math.inf
         self.counts = SampleCounts()
+        self.restarts = Restarts(loader.flattened if combined else [])
         self._iterator: Iterator[Any] | None = None
 
     def record_indices(self) -> bool:
@@ -191,12 +194,21 @@ class BatchStream:
         return drawn_alike(self._batches, self._seed)
 
     def _batches(self) -> Iterator[Any]:
-        # A CombinedLoader yields batch, batch index and loader index.
         if self.combined:
-            return (batch for batch, _, _ in self.loader)
+            return self._batches_of_all()
         if can_count(self.loader):
             return self.counts.opened(self.loader, open_loader)
         return open_loader(self.loader)
+
+    def _batches_of_all(self) -> Iterator[Any]:
+        """Open a CombinedLoader, which reads through `restarts` but shows its own loaders."""
+        loaders = self.loader.flattened
+        self.loader.flattened = self.restarts.begin()
+        try:
+            # It yields batch, batch index and loader index.
+            return map(itemgetter(0), self.loader)
+        finally:
+            self.loader.flattened = loaders
 
     def _begin(self, batches: Iterator[Any], batches_read: int, ahead: Any = NOTHING) -> None:
         """Create the iterator over the batches that are left, for the kind of pass that this is."""

@@ -1,6 +1,6 @@
-"""State of loaders for a resumed run: generators, positions, persistent workers."""
+"""State of loaders for a resumed run: generators, positions, persistent workers, restarts within an epoch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from equipoise.parallel.snapshot import random_state
 
 __all__ = [
     "PersistentWorkers",
+    "Restarts",
     "has_state",
     "load_random_state",
     "random_state_of",
@@ -154,3 +155,55 @@ def _keeps_workers(loader: Any) -> bool:
     if not loader.persistent_workers:
         return False
     return not has_state(loader)
+
+
+class Restarts:
+    """Generators with which loaders began anew within an epoch, as a shorter one of several does.
+
+    The steps before have drawn numbers, too, which a resumed run does not draw: it sets the generators when it opens
+    the loader as often.
+
+    Args:
+        loaders: The loaders that are read together.
+    """
+
+    def __init__(self, loaders: list[Any]) -> None:
+        self._loaders = [_RestartedLoader(loader) for loader in loaders]
+
+    def begin(self) -> list[Any]:
+        """Return the loaders as they are opened in a pass."""
+        for loader in self._loaders:
+            loader.times_opened = 0
+        return list(self._loaders)
+
+    def state_dict(self) -> list[Any]:
+        """Return the last restart of each loader: its number, from 1, and the generators; empty if there was none."""
+        return [loader.last_restart for loader in self._loaders]
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        """Let loaders begin anew as in an earlier process."""
+        # There may be fewer loaders now than there were.
+        for loader, restart in zip(self._loaders, state, strict=False):
+            loader.earlier_restart = restart
+
+
+class _RestartedLoader:
+    """A loader as several that are read together open it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.times_opened = 0
+        self.last_restart: list[Any] = []
+        self.earlier_restart: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        restart = self.times_opened
+        self.times_opened += 1
+        if restart:
+            if self.earlier_restart and self.earlier_restart[0] == restart:
+                random_state.RandomState.from_state_dict(self.earlier_restart[1]).restore()
+            self.last_restart = [restart, random_state.capture().state_dict()]
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)

@@ -1,7 +1,7 @@
 """Training loaders of a fit: requested, opened for a pass, and continued in a resumed run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -163,13 +163,20 @@ class TrainingData(SentState):
         self.workers_before_epoch = workers
         load_random_state(self.flat, random_state)
 
-    def resume_stream(self, loader_states: list[Any], batches_read: int | None, ahead: Any = NOTHING) -> None:
+    def resume_stream(
+        self,
+        loader_states: list[Any],
+        batches_read: int | None,
+        ahead: Any = NOTHING,
+        restarts: Sequence[Any] = (),
+    ) -> None:
         """Continue the pass of an earlier process.
 
         Args:
             loader_states: States of the loaders that have one.
             batches_read: Number of batches that were read; None if the epoch had not begun.
             ahead: The batch that had been read ahead, if it is known.
+            restarts: The state of `BatchStream.restarts`, if it is known.
         """
         assert self.stream is not None
         stateful = [loader for loader in self.flat if has_state(loader)]
@@ -179,6 +186,7 @@ class TrainingData(SentState):
         if batches_read is None:
             self.stream.start()
         else:
+            self.stream.restarts.load_state_dict(restarts)
             self.stream.resume(batches_read, ahead=ahead, stateful=bool(stateful))
 
     def check_not_empty(self, max_epochs: int | None) -> None:

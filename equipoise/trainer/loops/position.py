@@ -78,6 +78,7 @@ class PositionOfRun:
             "order_drawn": data.stream is not None,
             "skipped_steps": fit.progress.skipped_steps,
             "ahead": _storable_ahead(data.stream),
+            "restarts": [] if data.stream is None else data.stream.restarts.state_dict(),
             "batch_end": _storable_batch_end(self._hooks.awaited),
             "window": fit.window.state_dict(),
             # Those of an unfinished window, in the order of the optimisers' parameters.

@@ -241,7 +241,8 @@ class Resumption:
             self.hook_state.restore_order()
         # 2. The order is drawn anew, or its rest read.
         if self.in_epoch:
-            data.resume_stream(self.saved.loader_states, seen, self._batch_ahead())
+            restarts = (self.position or {}).get("restarts", [])
+            data.resume_stream(self.saved.loader_states, seen, self._batch_ahead(), restarts)
         else:
             data.resume_stream(self.saved.loader_states, None)
 

@@ -1,6 +1,7 @@
 """A resumed run reads its loaders on as the killed one would have, with workers that live longer than an epoch, too."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,41 @@ def test_persistent_workers_read_the_samples_of_the_undisturbed_run(name: str, t
 
     hooks = ("on_train_epoch_start", "on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end")
     assert_resumes(run, tmp_path, hooks, first_epoch=0)
+
+
+class Shuffling:
+    """Batches without a length, in an order that each pass draws from Python's numbers."""
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        order = random.sample(range(3), 3)
+        return iter([[torch.tensor([[float(index), 1.0]])] for index in order])
+
+
+SHORTER: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: loader(2, 2, shuffle=True),
+    "two loaders": lambda: [loader(2, 2, shuffle=True), loader(3, 2, shuffle=True)],
+    "worker": lambda: DataLoader(SeedsOfWorkers(), batch_size=6, shuffle=True, num_workers=1),
+    "worker that stays": lambda: staying(shuffle=True, drop_last=True),
+    "own generator": lambda: loader(2, 2, shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "iterable": Shuffling,
+}
+
+
+@pytest.mark.parametrize("name", SHORTER)
+def test_a_shorter_loader_begins_anew_in_the_order_of_the_undisturbed_run(name: str, tmp_path: Path) -> None:
+    """It does so within an epoch, after steps that have drawn numbers as well."""
+
+    class DrawsInSteps(Reads):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            random.random()
+            longer, shorter = batch
+            batches = shorter if isinstance(shorter[0], list) else [shorter]
+            return super().training_step([longer, *batches], batch_idx)
+
+    def run(callbacks: list[Any], path: Path | None) -> Any:
+        module = DrawsInSteps()
+        run = trainer(max_epochs=2, callbacks=callbacks, limit_val_batches=0)
+        run.fit(module, [loader(8, 2, shuffle=True), SHORTER[name]()], ckpt_path=path)
+        return module.seen[-1], module
+
+    assert_resumes(run, tmp_path, ["on_train_batch_end"])
