@@ -28,6 +28,7 @@ def test_version(equipoise, arguments):
     assert equipoise(*arguments)[:2] == (0, f"equipoise {__version__}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.whole_package
 def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd):
     with pytest.raises(SystemExit) as ended:
@@ -42,6 +43,7 @@ def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd):
     assert "key=value" in shown
 
 
+@pytest.mark.slow
 def test_help_where_no_module_is_chosen_yet(project, equipoise, capfd):
     (project / "conf" / "config.yaml").unlink()
     with pytest.raises(SystemExit) as ended:
@@ -97,6 +99,7 @@ def test_arguments_of_a_docstring():
     assert arguments_in("Nothing here.") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--help",), pytest.param(("fit", "--help"), marks=pytest.mark.slow)])
 def test_a_reader_that_ends_ends_the_command_silently(project, arguments):
     """`equipoise fit --help | head -1`: the rest of the output has no reader."""

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice",
     [

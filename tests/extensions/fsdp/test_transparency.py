@@ -224,6 +224,7 @@ def covering() -> list[Any]:
     return listed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "replicas", "names"), covering())
 def test_training_in_shards_equals_that_of_one_device(processes: int, replicas: int, names: list[str]) -> None:
     expected = {name: partial(on_one_device, name) for name in names}

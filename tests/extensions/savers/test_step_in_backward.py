@@ -79,6 +79,7 @@ def assert_same_training(expected: Any, actual: Any) -> None:
     assert_equal(*outcomes)
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_and_optimizer_states_are_those_of_the_usual_step(optimizer: str) -> None:
     usual, module = fit(Module(optimizer)), fit(Module(optimizer), step_in_backward=True)
@@ -112,6 +113,7 @@ class LoadsAnOptimizerState(Callback):
                 group["lr"] *= 0.01
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
