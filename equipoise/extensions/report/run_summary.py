@@ -11,7 +11,6 @@ from rich.text import Text
 from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
 from equipoise.extensions.report.read_trainer import best_scores, device_name, devices_of, peaks_of, saved_checkpoints
 from equipoise.formats import format_bytes, format_duration, format_number
-from equipoise.notices import rank_zero_warn
 from equipoise.tables.whole_table import print_table
 
 __all__ = ["RunSummary"]
@@ -33,7 +32,6 @@ class RunSummary(FitRecorder):
 
     Args:
         table: Print the table. Default: True.
-        curves: No effect, for programs from before learning curves were part of `RunReport` alone. Default: None.
 
     Attributes:
         recorded: The recorded curves, also for a `RunReport`.
@@ -43,13 +41,7 @@ class RunSummary(FitRecorder):
         >>> Trainer(max_epochs=3, callbacks=[RunSummary()]).fit(model, datamodule=data)  # doctest: +SKIP
     """
 
-    def __init__(self, *, table: bool = True, curves: bool | None = None) -> None:
-        if curves is not None:
-            rank_zero_warn(
-                "RunSummary(curves=...) has no effect: there is no curves.png any more. Learning curves are in"
-                " report.html, which RunReport writes. Leave the argument out; it will be removed in Equipoise 0.3.",
-                category=FutureWarning,
-            )
+    def __init__(self, *, table: bool = True) -> None:
         super().__init__()
         self.table = table
 

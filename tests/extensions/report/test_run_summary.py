@@ -172,13 +172,6 @@ class TestTable:
         assert rows(plain.getvalue())["steps"] == "1"
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_picture_is_no_longer_drawn(self, plain: io.StringIO, tmp_path: Path):
-        with pytest.warns(FutureWarning, match=r"RunSummary\(curves=\.\.\.\) has no effect.*report\.html"):
-            summary = RunSummary(curves=True)
-        fit([summary], loader(2))
-        assert "Fit finished" in plain.getvalue()
-        assert list(tmp_path.iterdir()) == []
-
 
 class TestInterrupted:
     def failing(self, clock: Clock, error: type[BaseException], epoch: int, stage: str) -> Small:
