@@ -20,7 +20,7 @@ help:
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    the documentation as a site, in docs/_build"
 	@echo "make bench   the overhead benchmark"
-	@echo "make release-check  build sdist and wheel into dist/, check them, and try the wheel in an empty environment"
+	@echo "make release-check  build sdist and wheel into dist/, check them, and try them in empty environments"
 	@echo "make clean   remove the environment and all outputs"
 	@echo
 	@echo "make PYTHON=python3.12 ... takes another Python than python3; 3.11 is the oldest that will do"

@@ -1,8 +1,8 @@
-"""Build sdist and wheel, check them, and try the wheel in an empty environment.
+"""Build sdist and wheel, check them, and try both in empty environments, with the oldest and the newest torch.
 
 python -m scripts.release                what can be checked at any time; the archives lie in dist/
 python -m scripts.release --final        also what holds for a release alone: a date, a tag, no changes that wait
-python -m scripts.release --skip-trial   without the empty environment, which downloads all dependencies
+python -m scripts.release --skip-trial   without the empty environments, which download all dependencies
 
 Exits with 1 if something is wrong. What is missing for a release only is a note without --final.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from scripts.checks.archives import sdist_faults, wheel_faults
 from scripts.checks.metadata import metadata_faults, readme_notes
 from scripts.checks.sources import ROOT, changelog_faults, changelog_notes, repository_files, version_faults, version_of
-from scripts.checks.trial import trial_faults
+from scripts.checks.trial import extra_faults, extras, trial_faults
 
 DIST = ROOT / "dist"
 
@@ -66,6 +66,19 @@ def notes_of(wheel: Path) -> list[str]:
     return notes
 
 
+def _trials(sdist: Path, wheel: Path) -> list[str]:
+    """Return what is wrong in empty environments. An environment is removed before the next one is made."""
+    version = version_of(ROOT)
+    faults = []
+    for archive, newest in ((wheel, False), (sdist, True)):
+        with tempfile.TemporaryDirectory() as folder:
+            faults += trial_faults(archive, version, Path(folder), newest=newest)
+    for name in extras():
+        with tempfile.TemporaryDirectory() as folder:
+            faults += extra_faults(wheel, name, Path(folder))
+    return faults
+
+
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -74,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--final", action="store_true", help="what is missing for a release is a fault")
-    parser.add_argument("--skip-trial", action="store_true", help="do not try the wheel in an empty environment")
+    parser.add_argument("--skip-trial", action="store_true", help="do not try the archives in empty environments")
     return parser.parse_args(arguments)
 
 
@@ -87,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = faults_of(sdist, wheel)
     notes = notes_of(wheel)
     if not options.skip_trial:
-        with tempfile.TemporaryDirectory() as folder:
-            faults += trial_faults(wheel, version_of(ROOT), Path(folder))
+        faults += _trials(sdist, wheel)
     if options.final:
         faults += notes
         notes = []

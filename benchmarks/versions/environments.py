@@ -10,7 +10,7 @@ from uv import find_uv_bin
 
 from benchmarks.versions.rows import Row
 
-__all__ = ["NotAvailable", "NotBuildable", "build", "python_of"]
+__all__ = ["NotAvailable", "NotBuildable", "build", "install", "python_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -55,15 +55,30 @@ def build(row: Row, folder: Path) -> None:
     done = folder / "built_from.txt"
     if row.is_constrained and done.is_file() and done.read_text() == key:
         return
-    shutil.rmtree(folder, ignore_errors=True)
 
     # 2. Build it.
+    install(row, folder, ["--editable", f"{ROOT}[dev,docs]"])
+    done.write_text(key)
+
+
+def install(row: Row, folder: Path, requirements: Sequence[str]) -> None:
+    """Make an environment with the versions of a row, and install into it.
+
+    Args:
+        row: The row.
+        folder: The folder of the environment. One that is there is removed.
+        requirements: What to install, as arguments of `uv pip install`.
+
+    Raises:
+        NotAvailable: If Python or a package of it cannot be had, or the time is up.
+        NotBuildable: If uv fails otherwise.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     _uv(["venv", "--seed", "--python", row.python, str(folder)], row.python)
     constraints = folder / "constraints.txt"
-    constraints.write_text(wanted)
+    constraints.write_text(_wanted(row))
     target = ["--python", str(python_of(folder)), "--constraint", str(constraints)]
-    _uv(["pip", "install", *target, "--editable", f"{ROOT}[dev,docs]"], row.python)
-    done.write_text(key)
+    _uv(["pip", "install", *target, *requirements], row.python)
 
 
 def _wanted(row: Row) -> str:

@@ -10,7 +10,7 @@ import pytest
 from scripts.checks.archives import sdist_faults, wheel_faults
 from scripts.checks.metadata import metadata_faults, readme_notes
 from scripts.checks.sources import ROOT, changelog_faults, changelog_notes, version_faults, version_of
-from scripts.checks.trial import trial_faults
+from scripts.checks.trial import extra_faults, trial_faults
 from scripts.release import build, faults_of
 
 METADATA = """Metadata-Version: 2.4
@@ -83,10 +83,13 @@ def test_the_archives_of_this_checkout_have_no_fault(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_that_fails_in_a_trial_is_named(tmp_path: Path) -> None:
-    (fault,) = trial_faults(tmp_path / "missing-1.2.3-py3-none-any.whl", "1.2.3", tmp_path)
-    assert fault.startswith("trial: ")
-    assert "-m pip install" in fault
-    assert "No such file or directory" in fault
+    wheel = tmp_path / "equipoise-1.2.3-py3-none-any.whl"
+    wheel.write_bytes(b"")
+    (fault,) = trial_faults(wheel, "1.2.3", tmp_path, newest=True)
+    assert fault.startswith(f"trial of {wheel.name}: ")
+    (fault,) = extra_faults(wheel, "docs", tmp_path)
+    assert fault.startswith("extras docs: ")
+    assert wheel.name in fault
 
 
 def test_another_version_is_found(checkout: Path) -> None:
