@@ -26,7 +26,7 @@ def test_registered_metrics_have_the_names_of_modules() -> None:
     assert names(module) == expected == ["own", "collection.sum"]
 
 
-def test_metrics_in_plain_containers() -> None:
+def test_names_of_metrics_in_plain_containers() -> None:
     module = Holder()
     module.child.by_stage = {"val": [MeanMetric(), (SumMetric(),)], 1: MetricCollection({"mean": MeanMetric()})}
     module._hidden = [SumMetric()]

@@ -306,7 +306,11 @@ def test_a_metric_that_the_members_come_to_share_is_refused() -> None:
     run = trainer(EnsembleStrategy(members=2, mode="one_by_one"))
     module = Counting(is_filled=False)
     refuses(
-        lambda: run.fit(module, loader(), loader(shuffle=False)), "logs a SumMetric", "nn.ModuleDict", error=StepError
+        lambda: run.fit(module, loader(), loader(shuffle=False)),
+        "logs a SumMetric",
+        "nn.ModuleList",
+        "nn.ModuleDict",
+        error=StepError,
     )
 
 

@@ -117,7 +117,7 @@ def test_rays_own_callback(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_rays_strategies_are_refused(monkeypatch):
+def test_strategies_and_environment_of_ray_are_refused(monkeypatch):
     """Ray has them for Lightning's trainer, and so is its check of that trainer."""
     # Ray sets it when it is imported.
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")

@@ -130,6 +130,30 @@ def test_a_data_module_with_a_stream_is_searched_until_the_trials_end() -> None:
     assert found == data.hparams["batch_size"] == 8
 
 
+class TwoLoaders(Sized):
+    """Evaluates two loaders of one size."""
+
+    def two_loaders(self) -> list[Any]:
+        return [self.made_loader(), self.made_loader()]
+
+    val_dataloader = test_dataloader = predict_dataloader = two_loaders
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.loss(batch)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_several_loaders_of_an_evaluation_have_one_size(method: str) -> None:
+    module = TwoLoaders(40)
+    assert search(method, module, steps_per_trial=2) == module.batch_size == 32
+    module.seen.clear()
+    getattr(trainer(), method)(module)
+    assert module.seen == [32, 32, 32, 4] * 2
+
+
 def test_loaders_that_were_passed_are_not_searched() -> None:
     tuner, module = Tuner(trainer()), Sized()
     refuses(

@@ -123,7 +123,7 @@ def test_precisions_without_a_counterpart() -> None:
 
 
 @BOTH
-def test_batch_statistics_over_all_processes(package: Any) -> None:
+def test_torch_sync_batch_norm_is_sync_batchnorm(package: Any) -> None:
     assert trainer(plugins=[package.TorchSyncBatchNorm()]).sync_batchnorm
     assert not trainer(plugins=[]).sync_batchnorm
 

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -78,7 +78,9 @@ class Collects(L.LightningModule):
 @pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:The val loader shuffles")
 @pytest.mark.parametrize(("devices", "samples", "shuffle"), [(2, 2, False), (2, 5, True), (3, 4, False)])
-def test_each_process_has_samples_of_an_evaluation_of_one_batch(devices: int, samples: int, shuffle: bool) -> None:
+def test_an_evaluation_with_fewer_batches_than_processes_repeats_no_sample(
+    devices: int, samples: int, shuffle: bool
+) -> None:
     data = torch.arange(samples, dtype=torch.float64).square()
     loader = DataLoader(data, batch_size=10, shuffle=shuffle)
     (values,) = trainer("ddp", devices).validate(Collects(), loader, verbose=False)
@@ -157,6 +159,16 @@ def test_a_process_without_a_batch_saves_stops_and_logs_with_the_others(engine: 
     assert [float(row) for row in rows] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8]
 
 
+def test_an_average_of_the_weights_is_updated_in_a_process_without_a_batch() -> None:
+    values = []
+    for strategy, processes, batch_size in (("single_device", 1, 4), ("ddp", 2, 2)):
+        run = trainer(strategy, processes, callbacks=[EMAWeightAveraging(decay=0.5)], max_epochs=2)
+        # The second process has no sample of the last batch, and half of the validation.
+        run.fit(numbered(), DataLoader(Samples(9), batch_size=batch_size), DataLoader(Samples(4), batch_size=2))
+        values.append(float(run.callback_metrics["val_loss"]))
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
 class LogsApart(Numbered):
     """Logs other values in each process when an epoch ends."""
 
@@ -225,7 +237,7 @@ class Unregistered(L.LightningModule):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_metrics_in_plain_containers_are_those_of_all_samples(strategy: str) -> None:
+def test_metrics_in_a_list_tuple_or_dictionary_are_those_of_all_samples(strategy: str) -> None:
     data = DataLoader(torch.arange(5.0, dtype=torch.float64), batch_size=1)
     (values,) = trainer(strategy).test(Unregistered(), data, verbose=False)
     spread = torch.arange(5.0).std().item()

@@ -100,6 +100,28 @@ def test_each_step_is_saved_after_its_validation(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step={step}.ckpt" for step in (2, 4, 6, 8, 10))
 
 
+class StepsAfterTheBatch(Moving):
+    """Steps by hand in `on_train_batch_end`."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(-(self.weight * batch.mean()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.weights = [*getattr(self, "weights", []), self.weight.item()]
+
+
+def test_a_step_by_hand_in_on_train_batch_end_is_saved_by_every_n_train_steps(tmp_path: Path) -> None:
+    module = StepsAfterTheBatch()
+    train(module, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1), limit_val_batches=0)
+    for step in (2, 4, 6, 8):
+        assert weight_in(tmp_path / f"step={step}.ckpt") == module.weights[step - 1]
+
+
 class Steps(L.Callback):
     """Notes the step of the last file after each batch."""
 

@@ -173,16 +173,21 @@ class TwoLoaders(Small):
         self.mean(batch)
         self.log("mean", self.mean)
 
+    def on_validation_epoch_end(self) -> None:
+        self.at_the_end = self.mean.compute()
 
-def test_a_metric_has_a_value_of_each_loader() -> None:
+
+def test_a_metric_that_several_loaders_log_has_a_value_of_each_loader() -> None:
     numbers = [DataLoader(torch.arange(count, dtype=torch.float32) + count) for count in (2, 5, 9)]
-    values = trainer().validate(TwoLoaders(), numbers, verbose=False)
+    module = TwoLoaders()
+    values = trainer().validate(module, numbers, verbose=False)
     found = {name: value for each in values for name, value in each.items()}
     assert found == {"mean/dataloader_idx_0": 2.5, "mean/dataloader_idx_1": 7.0, "mean/dataloader_idx_2": 13.0}
+    assert module.at_the_end == 13.0
 
 
 @pytest.mark.parametrize(("window", "is_named"), [(3, False), (4, True)])
-def test_a_window_that_is_longer_than_an_epoch_is_named(
+def test_accumulation_beyond_an_epoch_steps_once_in_it_and_warns(
     window: int, is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):

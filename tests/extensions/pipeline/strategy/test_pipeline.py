@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -79,7 +80,7 @@ NETWORKS = {
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
-def test_networks_of_all_kinds(make):
+def test_networks_of_all_kinds_are_cut_automatically(make):
     assert_as_on_one_device(make, pipelined(2, Copying, micro_batches=4))
 
 
@@ -289,6 +290,28 @@ def test_a_hook_after_the_backward_sees_the_gradients_of_one_device_once(window,
     run = assert_as_on_one_device(Halving, plan, accumulate_grad_batches=window)
     assert len(run.module.seen) == 2 * len(SIZES)
     assert_equal(fit(Halving, accumulate_grad_batches=window).module.seen, run.module.seen, 1e-12)
+
+
+class BeforeBackward(L.Callback):
+    """Notes the losses of each batch that `on_before_backward` receives."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_start(self, *args):
+        self.losses.append([])
+
+    def on_before_backward(self, trainer, module, loss):
+        self.losses[-1].append(loss.item())
+
+
+def test_on_before_backward_fires_for_each_micro_batch_with_its_share_of_the_loss():
+    whole, parts = BeforeBackward(), BeforeBackward()
+    fit(Mlp, sizes=(8, 8), callbacks=[whole])
+    fit(Mlp, **pipelined(2, micro_batches=4), sizes=(8, 8), callbacks=[parts])
+    assert [len(losses) for losses in whole.losses] == [1, 1] * 2
+    assert [len(losses) for losses in parts.losses] == [4, 4] * 2
+    assert_equal([sum(losses) for losses in whole.losses], [sum(losses) for losses in parts.losses], 1e-12)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])

@@ -212,7 +212,7 @@ class Counting(StepLR):
     batches=st.integers(1, 5),
     epochs=st.integers(1, 4),
 )
-def test_schedulers_step_when_they_are_due(
+def test_schedulers_of_any_interval_and_frequency_step_when_they_are_due(
     interval: str, frequency: int, accumulate: int, batches: int, epochs: int
 ) -> None:
     """Those of epochs as in Lightning; those of steps with every so many optimiser steps of the run."""
