@@ -25,7 +25,7 @@ from tests.docs.blocks.shell_words import commands_in
 SLOW = {
     "docs/configuration.md",
     "docs/fsdp.md",
-    "docs/pipeline_processes.md",
+    "docs/pipeline.md",
     "docs/planning.md",
     "docs/techniques/d_model_parallel.md",
     "docs/techniques/h_memory_remedies.md",

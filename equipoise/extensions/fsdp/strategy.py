@@ -76,9 +76,9 @@ _BEFORE_SHARDING = BeforeSharding()
 class FSDPStrategy(ProcessStrategy):
     """A process for each device; each holds a shard of all parameters, gradients and optimiser states.
 
-    With `tensor`, so many successive processes compute each batch together, by layers that are cut over them. A plan
-    cuts them, or the module's `configure_model` does, over `self.device_mesh["tensor_parallel"]`. Each part is sharded
-    over the other processes.
+    With `tensor`, so many successive processes compute each batch together, by layers that are cut over them (tensor
+    parallelism; Shoeybi et al., "Megatron-LM", 2019). A plan cuts them, or the module's `configure_model` does, over
+    `self.device_mesh["tensor_parallel"]`. Each part is sharded over the other processes.
 
     A unit of the module, such as a block, is whole in each process only while it computes (torch's `fully_shard`;
     Zhao et al., "PyTorch FSDP", 2023). Gradients are those of one device on all samples of a step. Samples are shared
