@@ -33,13 +33,11 @@ GROUPS = {
     ],
     "Memory and recovery": [
         "docs/memory",
-        "docs/memory_savers",
         "docs/quantization",
         "docs/checkpoints",
         "docs/export",
     ],
     "Data, optimisers and evaluation": [
-        "docs/loaders",
         "docs/token_batches",
         "docs/optimizers",
         "docs/evaluation",
@@ -53,14 +51,12 @@ GROUPS = {
         "docs/security",
     ],
     "Measuring: plan, compare, tuning": [
-        "docs/step_times",
-        "docs/efficiency",
+        "docs/performance",
         "docs/planning",
         "docs/verify",
         "docs/compare",
         "docs/tuning",
         "docs/compile",
-        "docs/capture",
     ],
     "Techniques and experiments": [
         "docs/techniques/index",

@@ -123,14 +123,14 @@ class Trainer(PublicState):
             `torch.compile` (backend, dynamic, options) compile blocks in each case. Lightning has no such argument.
             Default: False.
         capture: Capture forward, loss and backward of the training step as a CUDA graph for each shape of a batch,
-            which is replayed if it computes the same as the step itself, to the bit; see docs/capture.md. Not together
+            which is replayed if it computes the same as the step itself, to the bit; see docs/compile.md. Not together
             with `compile`. Lightning has no such argument. Default: False.
         fused_optimizer: Let the optimiser step all parameters by one kernel, where torch has one for it and
             `configure_optimizers` has chosen no other way. Its rounding is another. Lightning has no such argument.
             Default: False.
         step_in_backward: Step each parameter as soon as its gradient is complete and free the gradient, so that all
             gradients never exist together; the numbers are the same. One device, optimisers of torch, no clipping by
-            norm and no accumulation; see docs/memory_savers.md. Lightning has no such argument. Default: False.
+            norm and no accumulation; see docs/memory.md. Lightning has no such argument. Default: False.
         offload_activations: Keep tensors that the forward saves for the backward in the memory of the host: those of
             at least 1 MiB (True), or of at least this number of bytes. Parameters and buffers stay. Lightning has no
             such argument. Default: False.

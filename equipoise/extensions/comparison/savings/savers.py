@@ -115,7 +115,7 @@ def _accumulation(trial: Trial) -> None:
 
 
 def _low_bit_state(trial: Trial) -> None:
-    trial.reason = "configure_optimizers chooses it, such as torchao.optim.AdamW8bit; see docs/memory_savers.md"
+    trial.reason = "configure_optimizers chooses it, such as torchao.optim.AdamW8bit; see docs/memory.md"
 
 
 # The first is what the others are compared with.
