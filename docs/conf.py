@@ -41,7 +41,16 @@ include_patterns = [
     "examples/*/README.md",
     "tests/simulated/README.md",
 ]
-exclude_patterns = [".*", "**/.*", "docs/_build", "docs/_site", "equipoise", "outputs", "multirun", "**/outputs"]
+exclude_patterns = [
+    ".*",
+    "**/.*",
+    "docs/_build",
+    "docs/_site",
+    "equipoise",
+    "outputs",
+    "multirun",
+    "**/outputs",
+]
 # Anchors of headings are those of a forge.
 myst_heading_anchors = 4
 
@@ -69,6 +78,17 @@ html_theme = "furo"
 html_title = "Equipoise"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_logo = "_static/logo.svg"
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#0b6b8a",
+        "color-brand-content": "#0b6b8a",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#5cc8e8",
+        "color-brand-content": "#5cc8e8",
+    },
+}
 # The first page of the site, which leads to the one below docs/.
 html_extra_path = ["_site/index.html"]
 html_copy_source = False

@@ -12,85 +12,84 @@ __all__ = ["CHILDREN", "GROUPS", "pages_below", "pages_by_group", "setup"]
 
 # Names of pages, as paths in the repository without ".md"; `*` stands for all others of that form.
 GROUPS = {
-    "Start": [
+    "Tutorials": [
         "docs/start",
-        "docs/from_lightning",
-        "docs/from_data_parallel",
-        "docs/from_accelerate",
-        "docs/differences",
-        "docs/troubleshooting",
+        "docs/first_project",
+        "docs/eight_devices",
+        "docs/examples",
     ],
-    "Strategies": [
-        "docs/choosing",
+    "How-to: move a program": [
+        "docs/from_lightning",
+        "docs/from_transformers",
+        "docs/from_accelerate",
+        "docs/from_data_parallel",
+    ],
+    "How-to: use devices": [
         "docs/data_parallel",
         "docs/ddp",
         "docs/fsdp",
         "docs/mesh",
         "docs/pipeline",
+        "docs/several_machines",
+        "docs/ray",
         "docs/ensemble",
         "docs/hogwild",
         "docs/virtual_devices",
     ],
-    "Memory and recovery": [
+    "How-to: save memory and time": [
+        "docs/planning",
         "docs/memory",
         "docs/quantization",
-        "docs/checkpoints",
-        "docs/export",
-    ],
-    "Data, optimisers and evaluation": [
+        "docs/performance",
+        "docs/compile",
+        "docs/tuning",
         "docs/token_batches",
-        "docs/optimizers",
-        "docs/evaluation",
     ],
-    "Configuration, sweeps, several machines": [
+    "How-to: run and compare": [
         "docs/configuration",
         "docs/sweeps",
         "docs/runs",
-        "docs/several_machines",
-        "docs/ray",
-        "docs/security",
-    ],
-    "Measuring: plan, compare, tuning": [
-        "docs/performance",
-        "docs/planning",
-        "docs/verify",
         "docs/compare",
-        "docs/tuning",
-        "docs/compile",
+        "docs/checkpoints",
+        "docs/export",
+        "docs/verify",
+        "docs/evaluation",
+        "docs/optimizers",
+        "docs/notebooks",
+        "docs/troubleshooting",
+        "docs/faq",
     ],
-    "Techniques and experiments": [
-        "docs/techniques/index",
-        "docs/experiments",
-        "examples/*/README",
-        "benchmarks/README",
-    ],
-    "Extending": ["docs/extending", "docs/writing_*"],
+    "How-to: extend": ["docs/extending", "docs/writing_*"],
     "Reference": [
         "docs/reference/index",
-        "docs/reference/trainer",
-        "docs/reference/strategies",
-        "docs/reference/callbacks",
-        "docs/reference/functions",
-        "docs/reference/data",
-        "docs/reference/interfaces",
-        "docs/reference/errors",
-    ],
-    "The project": [
+        "docs/differences",
+        "docs/glossary",
         "docs/stability",
         "CHANGELOG",
-        "SECURITY",
+    ],
+    "Explanation": [
+        "docs/which_trainer",
+        "docs/choosing",
+        "docs/security",
+    ],
+    "For contributors": [
+        "CONTRIBUTING",
         "docs/design",
         "docs/decisions/index",
-        "docs/private_names",
-        "CONTRIBUTING",
-        "CODE_OF_CONDUCT",
-        "docs/releasing",
+        "docs/techniques/index",
+        "docs/experiments",
+        "benchmarks/README",
         "tests/simulated/README",
+        "docs/private_names",
+        "docs/releasing",
+        "SECURITY",
+        "CODE_OF_CONDUCT",
     ],
 }
 
 # Titles in the table, where that of the page is long or does not name what one searches for.
 TITLES = {
+    "docs/first_project": "A project of your own",
     "docs/data_parallel": "dp and balanced: replicas",
     "docs/ddp": "ddp: a process per device",
     "docs/fsdp": "fsdp: weights in shards",
@@ -102,11 +101,23 @@ TITLES = {
     "docs/evaluation": "Evaluations",
     "docs/several_machines": "Several machines",
     "docs/tuning": "Batch size and learning rate",
+    "docs/reference/index": "All public names",
     "tests/simulated/README": "Simulated devices",
+    "SECURITY": "Report a vulnerability",
 }
 
 # Pages below others.
 CHILDREN = {
+    "docs/examples": ["examples/*/README"],
+    "docs/reference/index": [
+        "docs/reference/trainer",
+        "docs/reference/strategies",
+        "docs/reference/callbacks",
+        "docs/reference/functions",
+        "docs/reference/data",
+        "docs/reference/interfaces",
+        "docs/reference/errors",
+    ],
     "benchmarks/README": ["benchmarks/*/README"],
     "docs/techniques/index": ["docs/techniques/*"],
     "docs/decisions/index": ["docs/decisions/*"],
@@ -147,13 +158,20 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
     pages = set(app.env.found_docs)
     if page == app.config.root_doc:
         groups = pages_by_group(pages)
-        source[0] += "".join(_directive(group, names) for group, names in groups.items() if names)
+        source[0] += "".join(
+            _directive(group, names) for group, names in groups.items() if names
+        )
     elif page in CHILDREN:
         source[0] += _directive("", pages_below(page, pages))
 
 
 def _directive(caption: str, pages: list[str]) -> str:
-    lines = ["", "```{toctree}", ":hidden:", f":caption: {caption}" if caption else ":maxdepth: 1"]
+    lines = [
+        "",
+        "```{toctree}",
+        ":hidden:",
+        f":caption: {caption}" if caption else ":maxdepth: 1",
+    ]
     for page in pages:
         lines.append(f"{TITLES[page]} </{page}>" if page in TITLES else f"/{page}")
     return "\n".join([*lines, "```", ""])

@@ -45,7 +45,7 @@ class Trainer(PublicState):
 
     Args:
         accelerator: "cpu", "gpu", "cuda" or "mps". "auto": GPUs if the machine has any, else the CPU. Default: "auto".
-        strategy: How a step is computed on the devices: a name ("single_device", "dp", "balanced", "ddp", "pipeline")
+        strategy: How a step is computed on the devices: a name, such as "ddp", "fsdp" or "pipeline" (docs/choosing.md),
             or a Strategy; Lightning's own are translated. "auto": `single_device` for one device; `ddp` for several
             devices, or if torchrun, Slurm or Ray have started several processes. On several GPUs the memory of a step
             is predicted before the first fit; if it does not fit under `ddp`, the simplest strategy takes its place

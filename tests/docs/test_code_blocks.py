@@ -24,6 +24,7 @@ from tests.docs.blocks.shell_words import commands_in
 # Pages without commands that run, which take many seconds all the same.
 SLOW = {
     "docs/configuration.md",
+    "docs/eight_devices.md",
     "docs/fsdp.md",
     "docs/pipeline.md",
     "docs/planning.md",

@@ -26,7 +26,7 @@ def test_each_page_has_one_place() -> None:
 def test_pages_are_in_the_order_of_the_entries() -> None:
     pages = {"docs/writing_b", "docs/writing_a", "docs/extending", "docs/unknown"}
     groups = CONTENTS["pages_by_group"](pages)
-    assert groups["Extending"] == ["docs/extending", "docs/writing_a", "docs/writing_b"]
+    assert groups["How-to: extend"] == ["docs/extending", "docs/writing_a", "docs/writing_b"]
     assert not any("docs/unknown" in members for members in groups.values())
 
 
