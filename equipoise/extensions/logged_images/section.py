@@ -1,38 +1,48 @@
-"""The section of the report with the images that were logged: samples, confusion matrices, figures."""
+"""The section of the report with the images and texts that were logged: samples, confusion matrices, figures."""
 
 from typing import Any
 
-from equipoise.extensions.logged_images.tensorboard_images import logged_images
+from equipoise.extensions.logged_images.tensorboard_images import logged_samples
 from equipoise.extensions.report.page.record import ReportSection
 
 __all__ = ["section"]
 
 _MOST_IMAGES = 12
+_MOST_TEXTS = 24
+_LONGEST_TEXT = 2000
 # Of one image, and of all, so that the page stays small.
 _MOST_BYTES = 300_000
 _MOST_BYTES_OF_ALL = 1_000_000
 
 
 def section(trainer: Any, module: Any) -> ReportSection | None:
-    """Return a section with the last image of each name; None if none was logged.
+    """Return a section with the last image and text of each name; None if none was logged.
 
-    Images are those that `TensorBoardLogger.experiment` received by `add_image` or `add_figure`, as its package reads
-    them.
+    They are those that `TensorBoardLogger.experiment` received by `add_image`, `add_figure` or `add_text`, as its
+    package reads them.
     """
     images: dict[str, bytes] = {}
+    texts: dict[str, str] = {}
     left_out = 0
     size = 0
-    for name, image in logged_images(trainer):
+    for name, content in logged_samples(trainer):
+        if isinstance(content, str):
+            if len(texts) < _MOST_TEXTS:
+                texts.setdefault(name, content[:_LONGEST_TEXT])
+            continue
         if name in images:
             continue
-        if len(images) == _MOST_IMAGES or len(image) > _MOST_BYTES or size + len(image) > _MOST_BYTES_OF_ALL:
+        if len(images) == _MOST_IMAGES or len(content) > _MOST_BYTES or size + len(content) > _MOST_BYTES_OF_ALL:
             left_out += 1
             continue
-        images[name] = image
-        size += len(image)
-    if not images and not left_out:
+        images[name] = content
+        size += len(content)
+    if not images and not left_out and not texts:
         return None
-    text = "The last image of each name."
+    words = "The last of each name."
     if left_out:
-        text += f" Too many or too large for this page: {left_out}; TensorBoard shows them."
-    return ReportSection("Images", text, images=images)
+        words += f" Too many or too large for this page: {left_out}; TensorBoard shows them."
+    rows = list(texts.items())
+    if rows:
+        rows.insert(0, ("Name", "Text"))
+    return ReportSection("Samples", words, table=rows, images=images, row_heads=True)

@@ -1,4 +1,4 @@
-"""Read the images that loggers of TensorBoard have written."""
+"""Read the images and texts that loggers of TensorBoard have written."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from equipoise.interop.lightning.classes import is_a
 from equipoise.interop.remote.paths import is_remote
 
-__all__ = ["logged_images"]
+__all__ = ["logged_samples"]
 
 # Bytes. Files of events that are larger are not searched at the end of a run.
 _LARGEST = 2**28
 
 
-def logged_images(trainer: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the last image of each name, of all loggers of TensorBoard."""
+def logged_samples(trainer: Any) -> Iterator[tuple[str, bytes | str]]:
+    """Yield name and content of the last image and text of each name, of all loggers of TensorBoard."""
     for logger in trainer.loggers:
         if not is_a(logger, TensorBoardLogger) or is_remote(logger.log_dir):
             continue
@@ -26,9 +26,14 @@ def logged_images(trainer: Any) -> Iterator[tuple[str, bytes]]:
             continue
         # Values that were logged wait in memory.
         logger.experiment.flush()
-        from tensorboard.backend.event_processing.event_accumulator import IMAGES, EventAccumulator
+        from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSORS, EventAccumulator
 
-        events = EventAccumulator(str(folder), size_guidance={IMAGES: 1})
+        events = EventAccumulator(str(folder), size_guidance={IMAGES: 1, TENSORS: 1})
         events.Reload()
         for name in events.Tags()[IMAGES]:
             yield name, events.Images(name)[-1].encoded_image_string
+        for name in events.Tags()[TENSORS]:
+            if events.SummaryMetadata(name).plugin_data.plugin_name == "text":
+                content = b"\n".join(events.Tensors(name)[-1].tensor_proto.string_val)
+                # The writer of torch adds this to the name.
+                yield name.removesuffix("/text_summary"), content.decode(errors="replace")

@@ -88,6 +88,9 @@ def collect_times(trainer: Any, fit: Fit) -> list[Point]:
     last = steps_done(trainer)
     first = fit.first_step * last / trainer.global_step
     _, all_batches = batches[-1]
+    # A fit that is resumed at its end has none.
+    if not all_batches:
+        return []
     points = [(float(first), 0.0)]
     for seconds, count in batches:
         points.append((first + (last - first) * count / all_batches, seconds))

@@ -27,7 +27,7 @@ from equipoise.extensions.report.page.page import write_report
 from equipoise.extensions.report.page.record import Outcome, ReportSection
 from equipoise.extensions.report.read_trainer import devices_of
 from equipoise.extensions.report.run_file.live_values import LiveValues
-from equipoise.extensions.report.run_file.origin import origin_section, read_origin
+from equipoise.extensions.report.run_file.origin import origin_facts, read_origin
 from equipoise.extensions.report.run_file.run_file import write_run_file
 from equipoise.extensions.report.run_summary import RunSummary
 from equipoise.formats import format_path
@@ -239,8 +239,10 @@ class RunReport(FitRecorder):
             if outcome != "running":
                 sections = added_sections(trainer, module)
             self._write_run_file(trainer, module, fit, outcome, error)
-            sections = [*sections, origin_section(self._read_origin())]
-            record = replace(record, outcome=outcome, error=error, devices=self._devices, sections=sections)
+            origin = origin_facts(self._read_origin(), self._folder)
+            record = replace(
+                record, origin=origin, outcome=outcome, error=error, devices=self._devices, sections=sections
+            )
             write_report(record, path)
         except Exception as failure:
             # A failure to report must not make a run fail that has ended well.

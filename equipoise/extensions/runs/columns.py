@@ -14,7 +14,7 @@ from equipoise.extensions.runs.found import natural
 from equipoise.extensions.runs.run import Run
 from equipoise.formats import format_bytes, format_count, format_duration, format_number
 
-__all__ = ["Column", "columns_of", "main_metrics", "sorted_runs"]
+__all__ = ["Column", "columns_of", "main_metrics", "newest_first", "sorted_runs"]
 
 Value = float | str | None
 
@@ -30,11 +30,13 @@ class Column:
         head: Its head.
         value: Returns the value of a run, for the order of rows; None where there is none.
         text: Returns a value as text.
+        kind: "result" of a metric, "key" of a configuration, or "cost".
     """
 
     head: str
     value: Callable[[Run], Value]
     text: Callable[[Any], str] = str
+    kind: str = "cost"
 
     def cell(self, run: Run) -> str:
         """Return the cell of a run; empty without a value."""
@@ -46,11 +48,11 @@ class Column:
 
 def columns_of(keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:
     """Return the columns behind name and state: what differs, the best and last value of metrics, then the costs."""
-    columns = [Column(key, _value_of_key(key)) for key in keys]
+    columns = [Column(key, _value_of_key(key), kind="key") for key in keys]
     for name in metrics:
         if not _is_learning_rate(name):
-            columns.append(Column(f"best {name}", _value_of_metric(name, "best"), format_number))
-        columns.append(Column(f"last {name}", _value_of_metric(name, "last"), format_number))
+            columns.append(Column(f"best {name}", _value_of_metric(name, "best"), format_number, "result"))
+        columns.append(Column(f"last {name}", _value_of_metric(name, "last"), format_number, "result"))
     return [
         *columns,
         Column("epochs", attrgetter("epochs"), format_count),
@@ -140,6 +142,12 @@ def sorted_runs(runs: Sequence[Run], by: str | None = None) -> list[Run]:
             valued.append(run)
     valued.sort(key=lambda run: _place(value(run)), reverse=is_turned)
     return valued + unvalued
+
+
+def newest_first(runs: Sequence[Run]) -> list[Run]:
+    """Return runs in the order of a page: those under way, then all others, each the newest first."""
+    newest = [*reversed(sorted_runs(runs))]
+    return sorted(newest, key=lambda run: run.state != "running")
 
 
 def _order_by(name: str, runs: Sequence[Run]) -> tuple[Callable[[Run], Value], bool]:

@@ -1,11 +1,31 @@
 """The keys in which the configurations of several runs differ."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from equipoise.app.earlier_runs.configurations import differences
 from equipoise.extensions.runs.run import Run
 
-__all__ = ["differences_between", "differing_keys"]
+__all__ = ["differences_between", "differing_keys", "with_classes"]
+
+_CLASS = "._target_"
+# What a run begins with tells nothing of what it is.
+_UNTOLD = {"ckpt_path"}
+
+
+def with_classes(configuration: Mapping[str, str]) -> dict[str, str]:
+    """Return a configuration in which the value of a key is the name of the class that it builds.
+
+    Example:
+        >>> with_classes({"module._target_": "digits.module.ConvNet", "module.lr": "0.1"})
+        {'module': 'ConvNet', 'module.lr': '0.1'}
+    """
+    named = {}
+    for key, value in configuration.items():
+        if key.endswith(_CLASS):
+            named[key.removesuffix(_CLASS)] = value.rpartition(".")[2]
+        else:
+            named[key] = value
+    return named
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
@@ -13,7 +33,7 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     configurations = [run.configuration for run in runs if run.configuration]
     keys: dict[str, None] = {}
     for configuration in configurations:
-        keys.update(dict.fromkeys(configuration))
+        keys.update(dict.fromkeys(key for key in configuration if key not in _UNTOLD))
     everywhere = []
     somewhere = []
     for key in keys:

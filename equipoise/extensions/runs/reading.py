@@ -18,6 +18,7 @@ import yaml
 from equipoise.app.earlier_runs.configurations import flat_configuration
 from equipoise.extensions.common.page.scales import thin
 from equipoise.extensions.report.run_file.live_values import LIVE_FILE
+from equipoise.extensions.runs.configuration import with_classes
 from equipoise.extensions.runs.found import FoundRun
 from equipoise.extensions.runs.run import Curve, Run, Unreadable
 from equipoise.formats import format_path, printable
@@ -243,6 +244,8 @@ def _read_run_file(path: Path) -> dict[str, Any]:
         "curves": _mapping(content["curves"], _curve),
         "times": _curve(content["times"]),
         "origin": _origin(content),
+        # Files of earlier versions have none.
+        "overrides": [_text(override) for override in content.get("overrides", ())],
         "process": (
             content["host"],
             int(content["process"]),
@@ -295,7 +298,7 @@ def _read_configuration(path: Path) -> dict[str, Any]:
     content = yaml.load(path.read_bytes(), _LOADER)
     if not isinstance(content, dict):
         raise ValueError("it is no mapping")
-    return {"configuration": flat_configuration(content)}
+    return {"configuration": with_classes(flat_configuration(content))}
 
 
 def _read_metrics(path: Path) -> dict[str, Any]:

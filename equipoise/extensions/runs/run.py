@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class Run:
         times: Seconds since the start by step; empty if unknown.
         configuration: Its values as text, by keys such as "module.lr".
         origin: Facts as text, such as "command", "commit" and "python".
+        overrides: Its overrides on a command line, those of its own job in a sweep.
         report: The page of its report.
     """
 
@@ -82,6 +83,7 @@ class Run:
     times: Curve = field(default_factory=dict)
     configuration: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
+    overrides: Sequence[str] = ()
     report: Path | None = None
 
     def __post_init__(self) -> None:

@@ -53,14 +53,36 @@ def test_the_page_has_a_row_for_each_strategy_and_text_stays_text() -> None:
     assert len(page.all("script")) == 1
     assert page.one("h1").text == f"{hostile} interrupted"
     cells = [cell.text for cell in page.all("td")]
-    assert cells[:3] == ["dp & co recommended", "12", "10 B | 20 B"]
-    assert cells[7:9] == ["ddp", "not run"]
+    # A value in each cell.
+    heads = [head.text for head in page.all("th")]
+    assert heads[:4] == ["strategy", "samples/s", "peak, device 0", "peak, device 1"]
+    assert cells[:4] == ["dp & co recommended", "12", "10 B", "20 B"]
+    assert cells[len(heads) : len(heads) + 2] == ["ddp", "not run"]
     assert f"ddp did not run: {hostile}" in page.text
-    # Two measured bars, a predicted one, and a rate.
-    assert len(page.all("g", "bar")) == 4
+    # Two measured bars, one with its prediction, and a rate. Devices alone are in the legend.
+    assert len(page.all("g", "bar")) == 3
+    assert len(page.all("line", "expected")) == 1
+    assert "device 1: 20 B, predicted 21 B" in [title.text for title in page.all("title")]
+    assert [entry.text for entry in page.all("li")] == ["device 0", "device 1"]
     assert "strategy=dp" in [code.text for code in page.all("code")]
     for text in ("dp & co, on this machine. It is fast.", "One note.", "1 of 2"):
         assert text in page.text
+
+
+@pytest.mark.parametrize(("devices", "heads"), [(1, ["peak"]), (5, ["highest peak"])])
+def test_peaks_of_one_device_and_of_many_have_a_column(devices: int, heads: list[str]) -> None:
+    row = Row("dp", ["strategy=dp"])
+    row.note(
+        {
+            "peaks": {f"cpu ({number})": 1 + number for number in range(devices)},
+            "seconds": 1.0,
+            "samples_per_second": 8.0,
+        }
+    )
+    names = [*row.peaks]
+    page = parse(comparison_page(Comparison("Net", names, 8, 5, rows=[row, Row("ddp", reason="no")]), None, {}))
+    assert [head.text for head in page.all("th") if "peak" in head.text] == heads
+    assert [cell.text for cell in page.all("td")][2] == f"{devices} B"
 
 
 def test_the_page_says_that_nothing_has_run() -> None:

@@ -28,6 +28,8 @@ class LogsImages(Small):
 
     def on_train_end(self) -> None:
         self.logger.experiment.add_image("noise", torch.rand(3, 64, 64))
+        for text in ("first", "written <b>"):
+            self.logger.experiment.add_text("story", text, self.global_step)
 
 
 class Sections(Callback):
@@ -63,6 +65,13 @@ def test_the_last_image_of_each_name_is_shown(tmp_path: Path):
 
 def parse_pictures(found: ReportSection) -> list[dict[str, str]]:
     return [element.attributes for element in page(sections=[found]).all("img")]
+
+
+def test_the_last_text_of_each_name_is_shown(tmp_path: Path):
+    found = fitted(tmp_path, TensorBoardLogger(tmp_path))
+    assert found.table == [("Name", "Text"), ("story", "written <b>")]
+    document = page(sections=[found])
+    assert "written <b>" in [cell.text for cell in document.all("td")]
 
 
 def test_other_loggers_have_no_section(tmp_path: Path):

@@ -1,6 +1,7 @@
 """The report that a fit leaves, under Lightning's trainer and ours: whole, broken off, resumed, in two processes."""
 
 import copy
+import json
 import math
 import pickle
 import platform
@@ -291,6 +292,17 @@ class TestGoingOn:
         assert curves(document)["late", "late"] == ([3, 7, 11], [100, 101, 102])
         (row,) = sections(document)["Events"].one("tbody").all("tr")
         assert [cell.text for cell in row.all("td")] == ["0 s", "8", "resumed", "Continued from last.ckpt."]
+
+    def test_a_fit_that_is_resumed_at_its_end_has_a_report(self, tmp_path: Path):
+        def callbacks() -> list[L.Callback]:
+            return [RunReport(), ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)]
+
+        options: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": False, "max_epochs": 1}
+        trainer(equipoise.Trainer, callbacks=callbacks(), **options).fit(Small(), loader(4))
+        resumed = trainer(equipoise.Trainer, callbacks=callbacks(), **options)
+        resumed.fit(Small(), loader(4), ckpt_path=tmp_path / "last.ckpt")
+        assert "finished" in read().one("h1").text
+        assert json.loads(Path("run.json").read_text())["state"] == "finished"
 
     def test_a_second_fit_of_a_trainer_tells_of_both(self, clock: Clock):
         module = Small(lambda module, stage, batch_idx: clock.tick(1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.extensions.runs.page import runs_page
+from equipoise.extensions.runs.command.page import runs_page
 from equipoise.extensions.runs.run import Run, Unreadable
 from tests.extensions.common.page.parsing import Element, check_closed, parse, sections
 
@@ -39,23 +39,25 @@ def lines(section: Element) -> list[tuple[str, str, str]]:
 
 
 def test_runs_stand_side_by_side():
-    failed = run(2, state="failed", error="ValueError: no", curves={}, times={})
-    found = sections(page(run(1, report=Path("runs/1/report.html")), failed, unreadable=[Unreadable(Path("x"), "bad")]))
-    assert list(found) == ["Runs", "Curves by step", "Curves by time", "What was run", "Not read"]
+    failed = run(2, state="failed", error="ValueError: no", curves={}, times={}, began=2.0)
+    first = run(1, report=Path("runs/1/report.html"), began=1.0)
+    found = sections(page(failed, first, unreadable=[Unreadable(Path("x"), "bad")]))
+    assert list(found) == ["Best job", "Runs", "Curves by step", "Curves by time", "What was run", "Not read"]
     table = found["Runs"].one("table", "runs")
     heads = [head.text for head in table.all("th")]
-    assert heads == ["Run", "State", "module.lr", "seed", "best val_loss", "last val_loss", *heads[6:]]
-    first, second = ([cell.text for cell in row.all("td")] for row in table.one("tbody").all("tr"))
-    assert first == ["runs/1", "finished", "0.1", "1", "0.5000", "0.5000", "1", "20", "1:00", "1.0 GiB"]
-    assert second[:6] == ["runs/2", "failedValueError: no", "0.2", "2", "", ""]
+    # Results come first. Last values are the best ones here.
+    assert heads == ["Run", "State", "best val_loss", "module.lr", "seed", *heads[5:]]
+    second, first = ([cell.text for cell in row.all("td")] for row in table.one("tbody").all("tr"))
+    assert first == ["1", "finished", "0.5000", "0.1", "1", "1", "20", "1:00", "1.0 GiB"]
+    assert second[2:5] == ["", "0.2", "2"]
     assert table.one("a").attributes["href"] == "runs/1/report.html"
-    assert lines(found["Curves by step"]) == [("runs/1", "9 19", "2 0.5")]
+    assert lines(found["Curves by step"]) == [("1", "9 19", "2 0.5")]
     # Ten steps are done after 20 seconds.
-    assert lines(found["Curves by time"]) == [("runs/1", "20 60", "2 0.5")]
+    assert lines(found["Curves by time"]) == [("1", "20 60", "2 0.5")]
     rows = [[cell.text for cell in row.all("td")] for row in found["What was run"].one("tbody").all("tr")]
     assert rows == [
-        ["runs/1", "the first run", "11111111"],
-        ["runs/2", "module.lr: 0.1 → 0.2, and 1 more", "22222222"],
+        ["2", "runs/2", "module.lr: 0.1 → 0.2, and 1 more", "22222222"],
+        ["1", "runs/1", "the first run", "11111111"],
     ]
     assert "The same in all runs: torch: 2.13.0." in found["What was run"].text
     assert [cell.text for cell in found["Not read"].all("td")] == ["x", "bad"]
@@ -67,13 +69,81 @@ def test_each_line_belongs_to_a_row():
     assert rows == [str(number) for number in range(20)]
     charts = document.all("div", "overlaid")
     for line in [line for chart in charts for line in chart.all("g", "line")]:
-        number = line.attributes["data-label"].removeprefix("runs/")
+        number = line.attributes["data-label"]
         assert f"run-{number}" in line.attributes["class"].split()
+
+
+def test_a_last_value_that_is_no_best_one_has_a_column():
+    table = page(run(1, curves={"val_loss": {9.0: 0.5, 19.0: 0.75}}), run(2)).one("table", "runs")
+    assert [head.text for head in table.all("th")][2:4] == ["best val_loss", "last val_loss"]
+    assert [cell.text for cell in table.one("tbody").all("tr")[0].all("td")][2:4] == ["0.5000", "0.7500"]
+
+
+def test_an_error_is_a_line_that_opens():
+    error = "RuntimeError: " + "much too long, " * 20
+    row = page(run(1, state="failed", error=error), run(2)).one("table", "runs").one("tbody").all("tr")[0]
+    button = row.one("button")
+    assert len(button.one("span", "cause").text) == 80
+    opened = row.one("div", "cause")
+    assert opened.text == error
+    assert opened.attributes["id"] == button.attributes["popovertarget"]
+    assert row.attributes["data-state"] == "failed"
+
+
+def test_twenty_runs_have_twenty_colours_that_stay_when_others_begin():
+    def colours(runs: list[Run]) -> dict[str, str]:
+        rows = page(*runs).one("table", "runs").one("tbody").all("tr")
+        return {row.all("td")[0].text: row.one("i", "key").attributes["class"] for row in rows}
+
+    twenty = [run(number, f"runs/job {number}", began=float(number)) for number in range(20)]
+    before = colours(twenty)
+    assert len(set(before.values())) == 20
+    after = colours([run(20, "runs/job 20", began=20.0), *reversed(twenty)])
+    assert after.items() >= before.items()
+    assert "dashed" in after["job 20"]
+
+
+def test_names_are_short_and_differ():
+    def names(*paths: str) -> list[str]:
+        runs = [run(number, path) for number, path in enumerate(paths)]
+        rows = page(*runs).one("table", "runs").one("tbody").all("tr")
+        return [row.all("td")[0].text for row in rows]
+
+    assert names("multirun/2026-01-31/10-20-30-123456/0", "multirun/2026-01-31/10-20-30-123456/1") == ["0", "1"]
+    jobs = ("multirun/2026-01-31/10-20-30-123456/0", "outputs/2026-02-01/10-00-00-1", "outputs/first")
+    assert names(*jobs) == ["31 Jan 10:20:30 / 0", "01 Feb 10:00:00", "first"]
+    # The end of a path is as long as it must be.
+    same_second = ("outputs/2026-02-01/10-00-00-1", "outputs/2026-02-01/10-00-00-2", "a/x", "b/x")
+    assert names(*same_second) == ["2026-02-01/10-00-00-1", "2026-02-01/10-00-00-2", "a/x", "b/x"]
+
+
+def test_the_best_job_of_a_sweep_is_named_with_its_overrides():
+    folder = "multirun/2026-01-31/10-20-30-123456"
+    jobs = []
+    for number, rate in enumerate(("0.1", "0.01", "0.001")):
+        overrides = [
+            "trainer.max_epochs=2",
+            f"module.lr={rate}",
+            "data.sizes=[1, 2]" if number == 1 else "data.sizes=[1]",
+        ]
+        values = {"curves": {"val_loss": {9.0: abs(number - 1.0)}}, "overrides": overrides}
+        jobs.append(run(number, f"{folder}/{number}", **values))
+    document = page(*jobs)
+    assert document.one("h1").text == "Sweep 31 Jan 10:20:30: 3 jobs by val_loss"
+    best = sections(document)["Best job"]
+    assert "Job 1 has the least val_loss, 0.0." in best.text
+    # What all jobs have in common is left out.
+    assert best.one("code").text == "module.lr=0.01 'data.sizes=[1, 2]'"
+    (line,) = [each for each in document.all("g", "best") if each.attributes.get("data-x") == "9"][:1]
+    assert "run-1" in line.attributes["class"].split()
+    # Files of earlier versions name no overrides.
+    (other,) = [sections(page(*(run(number, f"{folder}/{number}") for number in range(2))))["Best job"]]
+    assert other.one("code").text == "module.lr=0.0 seed=0"
 
 
 def test_a_resumed_run_has_no_times_of_the_process_before():
     resumed = run(1, times={15.0: 0.0, 20.0: 5.0})
-    assert lines(sections(page(resumed))["Curves by time"]) == [("runs/1", "5", "0.5")]
+    assert lines(sections(page(resumed))["Curves by time"]) == [("1", "5", "0.5")]
     assert "RunReport() notes them" in sections(page(run(1, times={})))["Curves by time"].text
 
 
@@ -138,7 +208,8 @@ class TestParallelCoordinates:
         [
             # Rates of four magnitudes lie evenly, from the bottom at 230 to the top at 30.
             (("0.001", "0.1", "10"), 130),
-            # Two different ones are enough.
+            # A decade is enough, and two different ones.
+            (("0.01", "0.0316228", "0.1"), 130),
             (("1", "3", "3"), 30),
         ],
     )
@@ -154,8 +225,7 @@ class TestParallelCoordinates:
             "run-2": "M60 30L940 30",
         }
         words = [each.text for each in sections(document)["Parallel coordinates"].all("text")]
-        assert words[0] == "module.lr"
-        assert words[3] == "best val_loss"
+        assert [word for word in words if word[0].isalpha()] == ["module.lr", "best val_loss"]
 
     def test_texts_have_their_order_and_missing_values_a_gap(self):
         names = ("b", "a", None)

@@ -179,7 +179,7 @@ class TestServer:
         assert status == 200
         assert "connect-src" in text
         rows = parse(text).one("table", "runs").one("tbody").all("tr")
-        assert [row.all("td")[1].text for row in rows] == ["finished", "running"]
+        assert [row.all("td")[1].text for row in rows] == ["running", "finished"]
         # 1. Nothing has changed.
         version = headers["ETag"]
         assert ask(served, **{"If-None-Match": version})[0] == 304

@@ -276,6 +276,20 @@ function prepare(root) {
     picture.remove();
   }
 
+  for (const code of root.querySelectorAll(".copied")) {
+    const button = document.createElement("button");
+    button.className = "copy";
+    button.type = "button";
+    button.textContent = "Copy";
+    button.addEventListener("click", () => {
+      navigator.clipboard.writeText(code.textContent).then(
+        () => { button.textContent = "Copied"; },
+        () => { getSelection().selectAllChildren(code); },
+      );
+    });
+    code.after(button);
+  }
+
   // What scrolls is reached by keys as well.
   for (const wide of root.querySelectorAll(".scroll, pre")) {
     if (wide.scrollWidth <= wide.clientWidth) continue;
@@ -311,7 +325,8 @@ button.textContent = "\u25d0";
 button.title = "Light or dark";
 button.setAttribute("aria-label", "Light or dark");
 button.addEventListener("click", () => {
-  const root = document.documentElement, dark = getComputedStyle(root).colorScheme === "dark";
-  root.dataset.theme = dark ? "light" : "dark";
+  const root = document.documentElement;
+  const now = root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  root.dataset.theme = now === "dark" ? "light" : "dark";
 });
 document.querySelector("header").append(button);

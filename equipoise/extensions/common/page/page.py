@@ -171,12 +171,12 @@ def _tile_style(value: str) -> str | None:
     return None
 
 
-def recommendation_section(sentences: str, overrides: Sequence[str]) -> Markup:
+def recommendation_section(sentences: str, overrides: Sequence[str], title: str = "Recommended") -> Markup:
     """Show what is recommended, and the overrides that choose it, if there are any."""
     code = None
     if overrides:
-        code = hint(tag("code", " ".join(overrides)))
-    return section("Recommended", tag("p", sentences), code)
+        code = hint(tag("code", " ".join(overrides), class_="copied"))
+    return section(title, tag("p", sentences), code)
 
 
 def configuration_section(text: str) -> Markup | None:

@@ -24,23 +24,26 @@ class Bar:
         label: Its name, for the legend and the pointer.
         value: Its value, at least 0.
         style: Its CSS class, which determines the colour.
+        expected: A value that is marked across the bar. Default: none.
     """
 
     label: str
     value: float
     style: str
+    expected: float | None = None
 
 
-def bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], unit: Unit) -> Markup:
+def bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], unit: Unit, note: str = "") -> Markup:
     """Draw a figure: its title, the names of its bars, the bars.
 
     Args:
         title: Name of the measured quantity.
         groups: The bars of each row, by its name; rows without bars are left out.
         unit: Unit of the values.
+        note: Text beside the title. Default: none.
     """
     drawn = {label: bars for label, bars in groups.items() if bars}
-    largest = max((bar.value for bars in drawn.values() for bar in bars), default=0.0)
+    largest = max((max(bar.value, bar.expected or 0.0) for bars in drawn.values() for bar in bars), default=0.0)
     # 1. The bars, from top to bottom. The name of a row stands beside the middle of its bars.
     rows = []
     words = []
@@ -54,7 +57,7 @@ def bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], unit: Unit) -> Ma
     height = max(top, 1)
     chart = picture(f"{title}: {', '.join(drawn)}", *rows, class_="bars", height=height)
     axes = tag("div", word_column(words, height), chart, class_="axes rows")
-    return figure(title, axes, names=_legend(drawn.values()))
+    return figure(title, axes, note=note, names=_legend(drawn.values()))
 
 
 def _legend(groups: Iterable[Sequence[Bar]]) -> Markup | None:
@@ -69,15 +72,29 @@ def _legend(groups: Iterable[Sequence[Bar]]) -> Markup | None:
 
 
 def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
-    length = 0.0
-    if largest > 0:
-        length = _LONGEST * bar.value / largest
+    length = _length(bar.value, largest)
     text = format_quantity(bar.value, unit)
+    # The text under the pointer names the bar, too.
+    title = f"{bar.label}: {text}"
+    mark = None
+    end = length
+    if bar.expected is not None:
+        title += f", predicted {format_quantity(bar.expected, unit)}"
+        end = _length(bar.expected, largest)
+        x = f"{end:.2f}%"
+        mark = tag("line", x1=x, x2=x, y1=top - 1, y2=top + _BAR + 1, class_="expected")
     return tag(
         "g",
-        # The text under the pointer names the bar, too.
-        tag("title", f"{bar.label}: {text}"),
+        tag("title", title),
         tag("rect", x=0, y=top, width=f"{length:.2f}%", height=_BAR, rx=2),
-        tag("text", text, x=f"{length + 1:.2f}%", y=top + _BAR - 4, class_="value"),
+        mark,
+        tag("text", text, x=f"{max(length, end) + 1:.2f}%", y=top + _BAR - 4, class_="value"),
         class_=f"bar {bar.style}",
     )
+
+
+def _length(value: float, largest: float) -> float:
+    """Return the length of a bar in per cent of the width."""
+    if largest <= 0:
+        return 0.0
+    return _LONGEST * value / largest

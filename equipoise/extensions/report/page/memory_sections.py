@@ -15,6 +15,8 @@ from equipoise.memory.records import CATEGORIES, Composition, MemoryPoint, Tenso
 __all__ = ["memory_section", "peak_section"]
 
 _PHASES = ("batch to device", "forward", "backward", "optimizer step", "evaluation")
+# Of the greatest reading of a device to its least, up to which its chart would be a line.
+_FLAT = 1.05
 # Events are marked in the charts of at most this number of devices.
 _MOST_MARKED_CHARTS = 8
 _MOST_MAPS = 8
@@ -36,6 +38,10 @@ def memory_section(points: Sequence[MemoryPoint], events: Sequence[RunEvent]) ->
     devices: dict[str, list[MemoryPoint]] = defaultdict(list)
     for point in points:
         devices[point.device].append(point)
+    flat = {device: readings for device, readings in devices.items() if _is_flat(readings)}
+    sentences = [_sentence(device, devices.pop(device)) for device in flat]
+    if not devices:
+        return section("Memory", *sentences)
     drawn = dict(list(devices.items())[:MOST_CHARTS])
     # 2. Share out the points of the section.
     most_points = points_per_line(sum(_number_of_lines(readings) for readings in drawn.values()))
@@ -51,7 +57,25 @@ def memory_section(points: Sequence[MemoryPoint], events: Sequence[RunEvent]) ->
     if len(devices) > len(drawn):
         note += f"; {len(drawn)} of {len(devices)} devices shown"
     style = "charts one" if len(drawn) == 1 else "charts"
-    return section("Memory", tag("div", *figures, class_=style), note=note)
+    return section("Memory", tag("div", *figures, class_=style), *sentences, note=note)
+
+
+def _is_flat(readings: Sequence[MemoryPoint]) -> bool:
+    """Return whether the readings of a CPU, which keeps no peak, are so near to each other that a chart tells nothing.
+
+    They are those of the whole process, of which a step of a small model is a small part.
+    """
+    sizes = [point.allocated for point in readings]
+    keeps_peak = any(point.peak is not None for point in readings)
+    return not keeps_peak and max(sizes) <= _FLAT * min(sizes)
+
+
+def _sentence(device: str, readings: Sequence[MemoryPoint]) -> Markup:
+    """Say what flat readings say."""
+    low = format_bytes(min(point.allocated for point in readings))
+    high = format_bytes(max(point.allocated for point in readings))
+    sizes = low if low == high else f"{low} to {high}"
+    return hint(f"{device}: {sizes} in all {len(readings):,} readings, which are those of the whole process.")
 
 
 def _number_of_lines(readings: Sequence[MemoryPoint]) -> int:

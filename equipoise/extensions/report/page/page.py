@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from equipoise.extensions.common.page.markup import Markup, plain, tag
 from equipoise.extensions.common.page.page import (
@@ -31,6 +31,7 @@ __all__ = ["render_report", "write_report"]
 # Characters of a traceback that the page shows, and of its last line.
 _LONGEST_ERROR = 40_000
 _LONGEST_CAUSE = 2000
+_COPIED = ("overrides", "command")
 # A frame of a traceback, with its line.
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+), in (\S.*)\n    (.+)$', re.MULTILINE)
 
@@ -69,6 +70,7 @@ def render_report(record: RunRecord) -> str:
 
 def _sections(record: RunRecord) -> Iterable[Markup | None]:
     duration = (record.finished - record.started).total_seconds()
+    yield _origin(record.origin)
     yield _error(record)
     yield facts_section(record.facts)
     yield curves_section(record.curves, record.epoch_ends)
@@ -89,6 +91,19 @@ def _header(record: RunRecord) -> Markup:
     end_label = "last seen" if record.outcome == "running" else "ended"
     times = f"Began {record.started:%d %b %Y, %H:%M:%S}, {end_label} {record.finished:%H:%M:%S} ({duration})"
     return page_header("Run report", record.title, times, record.outcome)
+
+
+def _origin(origin: Mapping[str, str]) -> Markup | None:
+    """Say which run this is, and what was run; overrides and command are there to be copied."""
+    if not origin:
+        return None
+    pairs = []
+    for name, text in origin.items():
+        content: object = text
+        if name in _COPIED:
+            content = tag("code", text, class_="copied")
+        pairs.append(tag("div", tag("dt", name), tag("dd", content)))
+    return tag("section", tag("h2", "What was run", class_="unseen"), tag("dl", *pairs, class_="origin"))
 
 
 def _error(record: RunRecord) -> Markup | None:

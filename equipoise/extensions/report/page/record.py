@@ -96,6 +96,7 @@ class RunRecord:
         finished: Time of the end, or of writing the report.
         outcome: "running", "finished", "interrupted" or "failed". Default: "finished".
         error: Traceback of a run that failed.
+        origin: What was run, such as "run", "overrides", "command" and "commit", by names.
         facts: Names and values for the top of the report.
         curves: Values by step, for each measured quantity and each run stage ("train", "val").
         epoch_ends: The last step of each epoch, by epochs done. Default: none is marked.
@@ -116,6 +117,7 @@ class RunRecord:
     finished: datetime
     outcome: Outcome = "finished"
     error: str = ""
+    origin: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     curves: Mapping[str, Mapping[str, Mapping[float, float]]] = field(default_factory=dict)
     epoch_ends: Mapping[int, int] = field(default_factory=dict)

@@ -15,9 +15,10 @@ import psutil
 import torch
 
 import equipoise
-from equipoise.extensions.report.page.record import ReportSection
+from equipoise.formats import format_path
+from equipoise.interop.remote.paths import AnyPath
 
-__all__ = ["origin_section", "read_origin"]
+__all__ = ["origin_facts", "read_origin"]
 
 # What stands before the commit in the output of git.
 _COMMIT = "# branch.oid "
@@ -31,6 +32,7 @@ def read_origin() -> dict[str, Any]:
     commit, is_changed = _read_commit(folder)
     return {
         "command": _command(),
+        "overrides": _overrides(),
         "folder": folder,
         "versions": _versions(),
         "commit": commit,
@@ -48,6 +50,14 @@ def _command() -> str:
     if arguments[:1] == ["equipoise"]:
         arguments.insert(1, "fit")
     return shlex.join(arguments)
+
+
+def _overrides() -> list[str]:
+    """Return the overrides of the command line, in a sweep those of the job; none in a program without Hydra."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return []
+    return [str(override) for override in hydra.HydraConfig.get().overrides.task]
 
 
 @cache
@@ -88,22 +98,25 @@ def _read_commit(folder: str) -> tuple[str | None, bool | None]:
     return commit, is_changed
 
 
-def origin_section(origin: Mapping[str, Any]) -> ReportSection:
-    """Return the section of the report that says what was run."""
-    # 1. The commit, where there is one.
-    commit = "none"
+def origin_facts(origin: Mapping[str, Any], folder: AnyPath) -> dict[str, str]:
+    """Return what the report says first: which run it is, and what was run.
+
+    Args:
+        origin: As `read_origin` returns it.
+        folder: The folder of the run.
+    """
+    commit = ""
     if origin["commit"]:
         commit = f"{origin['commit']}, without changes"
     if origin["changed"]:
         commit = f"{origin['commit']}, with changes that are not committed"
-
-    # 2. The table.
-    rows = [
-        ("Fact", "Value"),
-        ("command", origin["command"]),
-        ("folder", origin["folder"]),
-        ("commit", commit),
-        ("versions", ", ".join(f"{name} {number}" for name, number in origin["versions"].items())),
-        ("machine", origin["host"]),
-    ]
-    return ReportSection("What was run", table=rows)
+    facts = {
+        "run": format_path(str(folder)),
+        "overrides": shlex.join(origin["overrides"]),
+        "command": origin["command"],
+        "commit": commit,
+        "folder": origin["folder"],
+        "versions": ", ".join(f"{name} {number}" for name, number in origin["versions"].items()),
+        "machine": origin["host"],
+    }
+    return {name: text for name, text in facts.items() if text}

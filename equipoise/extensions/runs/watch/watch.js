@@ -31,8 +31,8 @@
       const answer = await fetch("/", { cache: "no-store", headers: version ? { "If-None-Match": version } : {} });
       // A chart that is being read stays until the pointer leaves it.
       const zoomed = [...document.querySelectorAll(".zoomed")].some((plot) => plot.getClientRects().length);
-      const isRead = isHeld || !tip.hidden || zoomed;
-      word.textContent = isRead ? "Paused while a chart is read." : "";
+      const isRead = isHeld || !tip.hidden || zoomed || document.querySelector(":popover-open") !== null;
+      word.textContent = isRead ? "Paused while a chart or an error is read." : "";
       if (answer.status === 200 && !isRead) {
         update(await answer.text());
         version = answer.headers.get("ETag");

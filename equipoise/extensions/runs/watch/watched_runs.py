@@ -8,9 +8,9 @@ from pathlib import Path
 from threading import Lock
 from time import monotonic
 
-from equipoise.extensions.runs.columns import sorted_runs
+from equipoise.extensions.runs.columns import newest_first
+from equipoise.extensions.runs.command.page import report_link, runs_page
 from equipoise.extensions.runs.found import FoundRun, find_runs, folders_of
-from equipoise.extensions.runs.page import report_link, runs_page
 from equipoise.extensions.runs.reading import Reading, read_run, read_runs
 from equipoise.extensions.runs.run import Run, Unreadable
 
@@ -97,7 +97,7 @@ def _make_page(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: M
     # 1. The page. Its links lead down from the folder that contains all others.
     root = _common_root([*folders])
     text = runs_page(
-        sorted_runs(runs, None),
+        newest_first(runs),
         unreadable,
         root,
         time="The values of this moment",

@@ -33,6 +33,7 @@ def rich(name: str = "net") -> dict[str, Any]:
     """Every part, with a name of one's choice wherever there can be one."""
     return {
         "title": name,
+        "origin": {name: name, "command": name},
         "facts": {name: name},
         "curves": {name: {name: {1.0: 0.5, 2.0: 0.25}, "train": {1.0: 0.5}}},
         "throughput": [(1.0, 100.0), (2.0, 200.0)],
@@ -71,6 +72,7 @@ class TestPage:
     def test_every_section_is_there(self):
         found = sections(page(**rich()))
         assert list(found) == [
+            "What was run",
             "What went wrong",
             "In short",
             "Learning curves",
@@ -251,9 +253,31 @@ class TestSections:
         assert figures[1].one("span", "note").text == "peak 5.0 GiB, evaluation of step 2"
 
     def test_a_cpu_has_no_peak_and_nothing_reserved(self):
-        memory = [point(step, "cpu", allocated=2**20, reserved=None, peak=None) for step in range(3)]
+        memory = [point(step, "cpu", allocated=(1 + step) * 2**20, reserved=None, peak=None) for step in range(3)]
         (figure,) = sections(page(memory=memory))["Memory"].all("figure")
-        assert [entry.text for entry in figure.all("li")] == ["forward 1.0 MiB"]
+        assert [entry.text for entry in figure.all("li")] == ["forward 3.0 MiB"]
+
+    def test_a_line_that_tells_nothing_is_a_sentence(self):
+        sizes = {"reserved": None, "peak": None}
+        memory = [point(step, "cpu", phase, allocated=2**30 + step, **sizes) for step in range(3) for phase in PHASES]
+        section = sections(page(memory=memory))["Memory"]
+        assert not section.all("figure")
+        assert "cpu: 1.0 GiB in all 15 readings" in section.text
+        # The chart of another device stays.
+        (figure,) = sections(page(memory=[*memory, point(1)]))["Memory"].all("figure")
+        assert figure.one("h3").content[0] == "cuda:0"
+
+    def test_the_top_says_what_was_run(self):
+        origin = {"run": "outputs/1", "overrides": "module.lr=0.1", "command": "equipoise fit", "commit": "a" * 40}
+        document = page(origin=origin)
+        found = sections(document)
+        assert next(iter(found)) == "What was run"
+        pairs = found["What was run"].one("dl", "origin")
+        assert (
+            dict(zip((name.text for name in pairs.all("dt")), (text.text for text in pairs.all("dd")), strict=True))
+            == origin
+        )
+        assert [code.text for code in document.all("code", "copied")] == ["module.lr=0.1", "equipoise fit"]
 
     def test_the_fullest_device_is_open(self):
         maps = [composition(holder("a", size), device=f"cuda:{size}") for size in (1, 3, 2)]

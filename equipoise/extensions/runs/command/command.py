@@ -16,10 +16,10 @@ from equipoise.app.command import present, read_flags
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.report.run_file.plain_json import as_json
-from equipoise.extensions.runs.columns import columns_of, main_metrics, sorted_runs
+from equipoise.extensions.runs.columns import columns_of, main_metrics, newest_first, sorted_runs
+from equipoise.extensions.runs.command.page import runs_page
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.found import find_runs, folders_of
-from equipoise.extensions.runs.page import runs_page
 from equipoise.extensions.runs.reading import read_runs
 from equipoise.extensions.runs.run import Run, Unreadable
 from equipoise.formats import format_path, printable
@@ -44,7 +44,8 @@ def show_runs(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> 
     names, flags = read_flags(arguments, readers, _TAKES)
     folders = folders_of(names, _TAKES)
     runs, unreadable = read_runs(find_runs(folders))
-    runs = sorted_runs(runs, flags.get("--sort"))
+    order = flags.get("--sort")
+    runs = sorted_runs(runs, order)
     if "--json" in flags:
         print(json.dumps(_as_json(runs, unreadable), indent=2))
     else:
@@ -52,7 +53,7 @@ def show_runs(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> 
     if "--html" in flags:
         path = Path(flags["--html"])
         try:
-            write_page(runs_page(runs, unreadable, path.parent), path)
+            write_page(runs_page(runs if order else newest_first(runs), unreadable, path.parent), path)
         except OSError as error:
             raise ConfigurationError(f"--html={path} cannot be written: {error}. Name another file.") from error
         if "--json" not in flags:
@@ -72,7 +73,8 @@ def page_of_sweep(folder: Path) -> Path | None:
     if len(runs) < 2:
         return None
     path = folder / "runs.html"
-    write_page(runs_page(sorted_runs(runs), unreadable, folder), path)
+    # The best job comes first.
+    write_page(runs_page(sorted_runs(runs, next(iter(main_metrics(runs)), None)), unreadable, folder), path)
     return path
 
 
@@ -93,8 +95,8 @@ def _print(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Seque
     for run in runs:
         if run.error:
             console.print(Text.assemble((f"{run.name}: ", "dim"), run.error), soft_wrap=True)
-    for each in unreadable:
-        text = printable(f"{each.path}: {each.reason}")
+    for failure in unreadable:
+        text = printable(f"{failure.path}: {failure.reason}")
         console.print(Text.assemble(("Not read: ", "dim"), text), soft_wrap=True)
 
 
@@ -141,5 +143,5 @@ def _as_json(runs: Sequence[Run], unreadable: Sequence[Unreadable]) -> Any:
             "origin": run.origin,
         }
         entries.append(entry)
-    failures = [{"path": str(each.path), "reason": each.reason} for each in unreadable]
+    failures = [{"path": str(failure.path), "reason": failure.reason} for failure in unreadable]
     return as_json({"runs": entries, "unreadable": failures})

@@ -1,0 +1,131 @@
+"""The table of runs: a line for each, its results first."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from equipoise.extensions.common.page.markup import Markup, cut, hint, join, tag
+from equipoise.extensions.runs.columns import Column, columns_of
+from equipoise.extensions.runs.command.shown_runs import ShownRun
+from equipoise.extensions.runs.configuration import differing_keys
+from equipoise.extensions.runs.run import Run
+
+__all__ = ["key_to_lines", "runs_table"]
+
+_MOST_KEYS = 12
+_LONGEST_CELL = 80
+_COLOURED = ("finished", "failed", "interrupted", "running")
+
+
+def runs_table(shown: Sequence[ShownRun], links: Sequence[str | None], metrics: Sequence[str]) -> Iterator[Markup]:
+    """Yield the table, which the script of the page sorts by `data-value`, and a note on what it lacks.
+
+    Args:
+        shown: The runs.
+        links: For each the link to its report, if it has one.
+        metrics: Names of the metrics that have columns.
+    """
+    # 1. The columns, results first.
+    runs = [row.run for row in shown]
+    keys = differing_keys(runs)
+    columns = _telling(columns_of(keys[:_MOST_KEYS], metrics), runs)
+    columns.sort(key=lambda column: column.kind != "result")
+    styles = _styles(columns, _beside(columns, runs))
+    best = {name: _best_value(name, runs) for name in metrics}
+
+    # 2. The rows.
+    heads = [tag("th", "Run", scope="col"), tag("th", "State", scope="col")]
+    for column, style in zip(columns, styles, strict=True):
+        heads.append(tag("th", cut(column.head, _LONGEST_CELL), scope="col", class_=style))
+    rows = []
+    for number, (row, link) in enumerate(zip(shown, links, strict=True)):
+        cells = [*_first_cells(number, row, link)]
+        cells += [_cell(row.run, column, style, best) for column, style in zip(columns, styles, strict=True)]
+        rows.append(tag("tr", *cells, data_run=number, data_state=row.run.state))
+
+    # 3. The table scrolls where it is too wide.
+    element = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="runs")
+    yield tag("div", element, class_="scroll")
+    if len(keys) > _MOST_KEYS:
+        yield hint(f"{len(keys) - _MOST_KEYS} more keys differ.")
+
+
+def key_to_lines(row: ShownRun) -> Markup:
+    """Return the key to the lines of a run."""
+    return tag("i", class_=f"key {row.style}")
+
+
+def _telling(columns: Sequence[Column], runs: Sequence[Run]) -> list[Column]:
+    """Return the columns without empty ones, and without last values that are the best ones in all runs."""
+    cells = {column.head: [column.cell(run) for run in runs] for column in columns}
+    telling = []
+    for column in columns:
+        best = column.head.replace("last ", "best ", 1)
+        is_twice = column.kind == "result" and best != column.head and cells[column.head] == cells.get(best)
+        if any(cells[column.head]) and not is_twice:
+            telling.append(column)
+    return telling
+
+
+def _beside(columns: Sequence[Column], runs: Sequence[Run]) -> list[Column]:
+    """Return the columns that stay where the table stands beside the curves: a result, and the key of most values."""
+    results = [column for column in columns if column.kind == "result"]
+    keys = [column for column in columns if column.kind == "key"]
+    keys.sort(key=lambda column: -len({column.cell(run) for run in runs}))
+    return results[:1] + keys[:1]
+
+
+def _styles(columns: Sequence[Column], beside: Sequence[Column]) -> list[str | None]:
+    """Return the CSS classes of columns: numbers, and those that have no place beside the curves."""
+    styles = []
+    for column in columns:
+        classes = []
+        if column.kind != "key":
+            classes.append("number")
+        if column not in beside:
+            classes.append("more")
+        styles.append(" ".join(classes) or None)
+    return styles
+
+
+def _best_value(metric: str, runs: Sequence[Run]) -> float | None:
+    """Return the best value of a metric where several runs have one."""
+    metrics = [run.metrics[metric] for run in runs if metric in run.metrics]
+    values = [result.best for result in metrics if math.isfinite(result.best)]
+    if len(values) < 2:
+        return None
+    return min(values) if metrics[0].mode == "min" else max(values)
+
+
+def _first_cells(number: int, row: ShownRun, link: str | None) -> Iterator[Markup]:
+    """Yield the name of a run with the key to its lines, and its state, which opens its error."""
+    run = row.run
+    name = tag("span", cut(row.name, _LONGEST_CELL), title=cut(run.name))
+    if link is not None:
+        name = tag("a", cut(row.name, _LONGEST_CELL), href=link, title=cut(run.name))
+    yield tag("td", key_to_lines(row), name)
+    style = "pill"
+    if run.state in _COLOURED:
+        style += f" {run.state}"
+    state = tag("span", run.state, class_=style)
+    if run.error:
+        # What is opened lies above the table, whose rows stay as they are.
+        key = f"error-{number}"
+        line = tag("span", cut(run.error, _LONGEST_CELL), class_="cause")
+        button = tag("button", state, line, type="button", popovertarget=key)
+        state = join(button, tag("div", run.error, id=key, popover="auto", class_="cause"))
+    yield tag("td", state, data_value=run.state)
+
+
+def _cell(run: Run, column: Column, style: str | None, best: Mapping[str, float | None]) -> Markup:
+    """Return a cell; its value for the script, where that is not its text."""
+    text = cut(column.cell(run), _LONGEST_CELL)
+    value = column.value(run)
+    content: object = text
+    if isinstance(value, float):
+        if column.head.startswith("best ") and value == best.get(column.head.removeprefix("best ")):
+            content = tag("b", text)
+        value = f"{value:.9g}"
+    hidden = None
+    if value is not None and str(value) != text:
+        hidden = cut(value, _LONGEST_CELL)
+    return tag("td", content, class_=style, data_value=hidden)
