@@ -1,20 +1,12 @@
 """Equipoise: train PyTorch models on the devices you have.
 
 `from equipoise import Trainer` is the only change to a program written for Lightning. Names are imported on first
-use, so that `import equipoise` costs little more than `import torch`.
+use, and torch with the first of them, so that `import equipoise` costs next to nothing.
 """
 
 from typing import TYPE_CHECKING
 
-import torch as _torch  # the one import that every use of the package pays for
-
 from equipoise.names.public import lazy_dir, lazy_getattr, names_of
-
-if not _torch.distributed.is_available():
-    raise ImportError(
-        f"Equipoise needs torch.distributed, which this build of torch ({_torch.__version__}) lacks, as some for"
-        " Windows do. Install a build that has it, such as those of https://pytorch.org."
-    )
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule as LightningDataModule

@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 import equipoise
-from equipoise.app.command_line.commands import names_of_commands, run_command
-from equipoise.app.command_line.overview import overview
+from equipoise.app.command_line.commands import command_named, names_of_commands, run_command
+from equipoise.app.command_line.overview import command_help, overview
 from equipoise.app.config.keys import STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
+from equipoise.names.synonyms import meant_commands
 from equipoise.parallel.workers.messages.tracebacks import FULL, shortened
+from equipoise.tables.width import on_terminal
 
 __all__ = ["main"]
 
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or that of an added command; 1 if jobs of a sweep failed; 2 after an error in the user's
         input, with one message; 130 after an interrupt; 141, as after SIGPIPE, if the reader of the output has ended.
+        Any other error is raised if `arguments` are given; else it is printed, and the exit code is 1.
     """
     try:
         try:
@@ -54,6 +57,7 @@ def _leave_silently() -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     """Take out the flag that is none of Hydra's, and run one command; return its exit code."""
+    prints_errors = arguments is None
     if arguments is None:
         arguments = sys.argv[1:]
         # A name with characters that the output lacks, in a pipe under Windows, must not end a run.
@@ -61,11 +65,18 @@ def _main(arguments: Sequence[str] | None) -> int:
             sys.stdout.reconfigure(errors="replace")
     debug = "--debug" in arguments or os.environ.get("HYDRA_FULL_ERROR") == "1"
     with _plain_warnings(), _full_tracebacks(debug):
-        return _exit_code([argument for argument in arguments if argument != "--debug"], debug)
+        command_line = [argument for argument in arguments if argument != "--debug"]
+        return _exit_code(command_line, debug, prints_errors)
 
 
-def _exit_code(command_line: Sequence[str], debug: bool) -> int:
-    """Run one command; return its exit code. An error in the user's input becomes one message."""
+def _exit_code(command_line: Sequence[str], debug: bool, prints_errors: bool) -> int:
+    """Run one command; return its exit code. An error in the user's input becomes one message.
+
+    Args:
+        command_line: The command and its arguments.
+        debug: Whether errors in the user's input are raised.
+        prints_errors: Whether any other error is printed here, without the frames of the command itself, or raised.
+    """
     try:
         return _run(command_line)
     except KeyboardInterrupt as error:
@@ -79,13 +90,20 @@ def _exit_code(command_line: Sequence[str], debug: bool) -> int:
             raise
         _report(str(error), error)
         return 2
+    except BrokenPipeError:
+        raise
     except Exception as error:
-        raise shortened(error)  # noqa: B904 - it is the same error
+        shortened(error)
+        if not prints_errors:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
 
 
 def _report(message: str, error: BaseException) -> None:
     """Print a message, and the notes of the error that it is about."""
-    print("\n".join([f"equipoise: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+    text = "\n".join([f"equipoise: {message}", *getattr(error, "__notes__", [])])
+    print(on_terminal(text), file=sys.stderr)
 
 
 # A program may call `main` as well, so both of these put back what they change.
@@ -130,8 +148,10 @@ def _run(command_line: Sequence[str]) -> int:
     name, *arguments = command_line or ["--help"]
     # Run stages print help of their own.
     is_other = name not in STAGES and name in names_of_commands()
-    if name in ("--help", "-h", "help") or (is_other and not {"--help", "-h"}.isdisjoint(arguments)):
+    if name in ("--help", "-h", "help"):
         print(overview())
+    elif is_other and not {"--help", "-h"}.isdisjoint(arguments):
+        print(command_help(name, command_named(name)))
     elif is_other:
         return run_command(name, arguments)
     elif name in STAGES:
@@ -143,7 +163,8 @@ def _run(command_line: Sequence[str]) -> int:
 
         complete(arguments)
     else:
-        hint = did_you_mean(name, (*STAGES, *names_of_commands()))
+        commands = (*STAGES, *names_of_commands())
+        hint = did_you_mean(name, commands, meant=meant_commands(name, commands))
         raise ConfigurationError(f"There is no command {name!r}{hint}")
     return 0
 

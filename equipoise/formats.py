@@ -9,6 +9,7 @@ from typing import Any, Literal
 __all__ = [
     "Unit",
     "align_columns",
+    "counted",
     "format_bytes",
     "format_clock",
     "format_count",
@@ -78,6 +79,16 @@ def format_count(value: float) -> str:
     if 999.95 <= magnitude < 1e6:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a number of things, such as "1 key" and "2 keys".
+
+    Example:
+        >>> counted(1, "batch", "batches"), counted(2, "batch", "batches")
+        ('1 batch', '2 batches')
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_bytes(count: float) -> str:

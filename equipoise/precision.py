@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import load_extension, names_of_extensions
+from equipoise.names.synonyms import FOREIGN_PRECISIONS
 
 if TYPE_CHECKING:
     from equipoise.names.precisions import OfferedPrecision
@@ -47,19 +48,6 @@ _DTYPES = {
 # The extensions that offer more names.
 _KIND = "precisions"
 SHORT_NAMES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
-
-# Names in other libraries: not accepted, but the error names the right one.
-_FOREIGN = {
-    "fp16": "16-mixed",
-    "float16": "16-mixed",
-    "half": "16-true",
-    "bfloat16": "bf16-mixed",
-    "fp32": "32-true",
-    "float32": "32-true",
-    "fp64": "64-true",
-    "float64": "64-true",
-    "double": "64-true",
-}
 
 
 @final
@@ -287,9 +275,9 @@ def _full_name(value: object) -> str:
         return name
     hint = ""
     offered = names_of_extensions(_KIND)
-    matches = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *_FOREIGN, *offered], n=1)
+    matches = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *FOREIGN_PRECISIONS, *offered], n=1)
     if matches:
-        other_names = SHORT_NAMES | _FOREIGN
+        other_names = SHORT_NAMES | FOREIGN_PRECISIONS
         nearest = other_names.get(matches[0], matches[0])
         hint = f" Did you mean {nearest!r}?"
     raise ConfigurationError(

@@ -1,5 +1,6 @@
 """Build the objects that a composed configuration names, after all its values are checked."""
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
 from equipoise.interop.remote.paths import is_remote, to_path
 from equipoise.parallel.communication.rank import find_rank, slurm_job
+from equipoise.tables.width import on_terminal
 from equipoise.trainer.checkpointing.file_reading import check_is_file
 
 __all__ = [
@@ -103,8 +105,10 @@ def check_loggers(values: Mapping[str, Any]) -> None:
 
 
 def _way_out(key: str, part: Any) -> str:
-    """Return the remedy for options of a callback or logger that is not chosen; empty for other parts."""
+    """Return the remedy for a file without its package and for options that are not chosen; empty for other parts."""
     group, _, name = key.partition(".")
+    if name == "_target_":
+        return f" Its file, conf/{group}/NAME.yaml, must begin with the line `# @package {group}.NAME`."
     if not name or not isinstance(part, dict):
         return ""
     return f" If it is an option of the group, choose it: {group}=[...] replaces the whole list, so name {name} in it."
@@ -161,7 +165,19 @@ def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
     check_targets(values, key, more)
     # A partial function first: Hydra would copy the objects among the further arguments.
     constructor = hydra.utils.instantiate(values, _partial_=True, _convert_="all")
-    return constructor(**more)
+    try:
+        return constructor(**more)
+    except ConfigurationError as error:
+        _name_keys(error, values, key)
+        raise
+
+
+def _name_keys(error: ConfigurationError, values: Mapping[str, Any], key: str) -> None:
+    """Add the keys of the arguments that an error is about, as their names in Python lack the part."""
+    text = str(error)
+    named = [name for name in values if re.search(rf"\b{re.escape(name)}\b", text) and f"{key}.{name}" not in text]
+    if named:
+        error.add_note(f"In the configuration: {', '.join(f'{key}.{name}={values[name]}' for name in named)}.")
 
 
 def build_trainer(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Any:
@@ -259,7 +275,7 @@ def announce_changes(checkpoint: str, values: Mapping[str, Any]) -> None:
 def announce(message: str) -> None:
     """Print a line about the run to the error output, in the process that writes its files."""
     if is_first():
-        print(f"equipoise: {message}", file=sys.stderr)
+        print(on_terminal(f"equipoise: {message}"), file=sys.stderr)
 
 
 def overrides(instance: Any, base: type[Any], name: str) -> bool:

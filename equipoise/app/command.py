@@ -40,9 +40,9 @@ class Command:
             primary `config.yaml` first. `equipoise.app.compose_values` composes them. It may return an exit code. Or
             the place of the function, as "my_package.command:run", which is imported when the command runs, so that
             help and completion stay quick.
-        flags: Its flags; those with a value end with "=". Default: none.
+        flags: The meaning of each of its flags; those with a value end with "=". Names alone will do. Default: none.
         usage: Its arguments in the help. Default: "[key=value ...]".
-        examples: Further lines of the help, each with arguments and their meaning. Default: none.
+        examples: Further lines of its help, each with arguments and their meaning. Default: none.
         reads_configuration: False for a command that needs none: it receives all arguments, and no folders, and works
             without Hydra. Default: True.
 
@@ -52,7 +52,7 @@ class Command:
 
     summary: str
     run: Callable[[Sequence[str], Sequence[Path]], int | None] | str
-    flags: Sequence[str] = ()
+    flags: Mapping[str, str] | Sequence[str] = ()
     usage: str = "[key=value ...]"
     examples: Sequence[tuple[str, str]] = ()
     reads_configuration: bool = True

@@ -10,7 +10,7 @@ are derived here from the constructors of the trainer, the strategies, the callb
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ from equipoise.app.config.lightning_names import translate
 from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.app.config.unused_keys import warn_of_unused_keys
-from equipoise.app.help import describe_key
+from equipoise.app.help import describe_all, describe_key
 from equipoise.app.hydra_errors import explain, options
 from equipoise.app.output import is_job_of_sweep
 from equipoise.app.running import run
@@ -45,10 +45,12 @@ from equipoise.app.torchrun import is_first, launched_rank, refuse_sweep
 from equipoise.errors import ConfigurationError
 from equipoise.interop.remote.paths import is_remote
 from equipoise.names.extensions import load_extension, names_of_extensions
+from equipoise.names.synonyms import meant_options
 from equipoise.notices import rank_zero_warn
+from equipoise.tables.width import entries, output_width, wrapped
 from equipoise.trainer import Trainer
 
-__all__ = ["complete", "compose_values", "explain_keys", "main", "run"]
+__all__ = ["complete", "compose_values", "explain_keys", "main", "run", "show_help"]
 
 # Base classes, and one that takes functions.
 _NOT_OFFERED = {
@@ -170,13 +172,12 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
             _hydra(task, arguments, folders)
         for failure in failures:
             raise failure
+    except ConfigurationError:
+        raise
     except MisconfigurationException as error:
         raise ConfigurationError(str(error)) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        if "--help" not in arguments:
-            raise ConfigurationError(explain(error, folders)) from error
-        # The package's configuration shows the help even where the user's cannot be composed.
-        _hydra(task, ["--help"], folders, "equipoise")
+        raise ConfigurationError(explain(error, folders)) from error
     except ValueError as error:
         if "Config group override must be" not in str(error):
             raise
@@ -239,7 +240,7 @@ def _explain_unknown_option(arguments: Sequence[str], folders: Sequence[Path]) -
             continue
         group_options = options(group, folders)
         if option not in group_options:
-            hint = did_you_mean(option, group_options)
+            hint = did_you_mean(option, group_options, meant=meant_options(group, option, group_options))
             return f"There is no {option} in the group {group!r}{hint} (~{group} leaves the group out.)"
     return None
 
@@ -264,6 +265,36 @@ def complete(arguments: Sequence[str], folders: Sequence[Path]) -> None:
     _hydra(run, ["--shell-completion", *arguments], folders)
 
 
+def show_help(overrides: Sequence[str], folders: Sequence[Path], flags: Mapping[str, str]) -> None:
+    """Print the groups, flags and keys of a run.
+
+    Args:
+        overrides: The overrides of the command line.
+        folders: As for `main`.
+        flags: The flags with their meanings.
+    """
+    try:
+        with _composed(overrides, folders) as config:
+            keys = describe_all(config)
+    except ConfigurationError:
+        # The package's configuration shows the help even where the user's cannot be composed.
+        with _composed([], folders, "equipoise") as config:
+            keys = describe_all(config)
+    width = output_width()
+    groups = [wrapped(f"{group}: {', '.join(options(group, folders))}", width, "  ", "    ") for group in GROUPS]
+    paragraphs = [
+        "equipoise fit|validate|test|predict [group=option ...] [key=value ...] [flags]",
+        "Groups: choose an option by group=option, several callbacks or loggers by callbacks=[a,b]; leave one out by"
+        " ~group.",
+        "\n".join(groups),
+        f"Flags:\n\n{entries(flags)}",
+        "Keys with their present values: override them by key=value, as in trainer.max_epochs=3; add one of your own by"
+        " +key=value. `equipoise fit --help KEY` says all about one.",
+        keys,
+    ]
+    print("\n\n".join(text if "\n" in text else wrapped(text, width) for text in paragraphs))
+
+
 def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """Print the type, default, present value and meaning of keys.
 
@@ -276,13 +307,13 @@ def explain_keys(keys: Sequence[str], arguments: Sequence[str], folders: Sequenc
 
 
 @contextlib.contextmanager
-def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> Iterator[DictConfig]:
+def _composed(overrides: Sequence[str], folders: Sequence[Path], config_name: str = "config") -> Iterator[DictConfig]:
     """Compose a configuration without a run. In the block, classes beside the folders can be imported."""
     _refuse_missing(overrides)
     _SearchPath.folders = folders[1:]
     try:
         with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
-            yield hydra.compose("config", overrides=list(overrides))
+            yield hydra.compose(config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigurationError(explain(error, folders)) from error
 
@@ -318,7 +349,7 @@ def _check_first_trial(arguments: Sequence[str], folders: Sequence[Path]) -> Non
             launcher_of(config).check_sweep(config)
 
 
-def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_name: str = "config") -> None:
+def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     """Run Hydra on these arguments, as if they were the arguments of this program."""
     _SearchPath.folders = folders[1:]
     argv = sys.argv
@@ -328,7 +359,7 @@ def _hydra(task: Any, arguments: Sequence[str], folders: Sequence[Path], config_
         # Hydra raises its errors then, instead of printing them.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         with import_paths(folders):
-            decorate = hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=config_name)
+            decorate = hydra.main(version_base="1.3", config_path=str(folders[0]), config_name="config")
             run_task = decorate(task)
             run_task()
     finally:

@@ -3,7 +3,7 @@
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,14 +13,18 @@ from equipoise.app.config.checks import locate
 from equipoise.app.config.keys import GROUPS
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
+from equipoise.tables.width import output_width, wrapped
 
-__all__ = ["arguments_in", "describe_key"]
+__all__ = ["arguments_in", "describe_all", "describe_key"]
 
 # The indented lines below "Args:".
 _SECTION = re.compile(r"^(?:Args|Arguments|Parameters):\n((?:[ \t]+.*\n|\s*\n)*)", flags=re.MULTILINE)
 
 # The first line of an entry: names, a type in parentheses, a text.
 _ENTRY = re.compile(r"([\w*, ]+?)(?: \([^)]*\))?:(?: (.*))?$")
+
+# Where the meaning of a value begins.
+_COLUMN = 40
 
 _MEANINGS = {
     "trainer": "The group of the trainer's arguments.",
@@ -80,6 +84,34 @@ def describe_key(config: DictConfig, key: str) -> str:
     return "\n".join(lines)
 
 
+def describe_all(config: DictConfig) -> str:
+    """Return all keys of a composed configuration with their present values, and the first sentence of each meaning."""
+    return "\n".join(_lines_of(config, _MEANINGS, ""))
+
+
+def _lines_of(mapping: DictConfig, meanings: Mapping[str, str], indent: str) -> Iterator[str]:
+    for name, value in _written_values(mapping).items():
+        head = f"{indent}{name}: "
+        if isinstance(value, dict) and value:
+            inner = mapping[name]
+            yield _beside(head.rstrip(), meanings.get(name, "") if not indent else "")
+            yield from _lines_of(inner, _meanings_of(inner), f"{indent}  ")
+        elif name != "_target_":
+            shown = "''" if value == "" else _format_value(value)
+            yield _beside(f"{head}{shown}", meanings.get(name, ""))
+
+
+def _beside(text: str, meaning: str) -> str:
+    """Return a value and its meaning: beside it if there is room, else on the next line."""
+    sentence = re.split(r"(?<=\.)\s", meaning, maxsplit=1)[0]
+    if not sentence:
+        return text
+    width = output_width()
+    if len(text) < _COLUMN:
+        return wrapped(sentence, width, text.ljust(_COLUMN), " " * _COLUMN)
+    return "\n".join([text, wrapped(sentence, width, " " * _COLUMN)])
+
+
 def _has_key(mapping: Any, name: str) -> bool:
     """Return whether a mapping has a key, or the class that it builds takes such an argument."""
     if not OmegaConf.is_dict(mapping):
@@ -106,7 +138,7 @@ def _nearest_key(mapping: Any, parent: str, name: str) -> str:
 
 
 def _indented(text: str) -> str:
-    return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  ")
+    return wrapped(text, output_width(), "  ")
 
 
 def _headline(mapping: DictConfig, key: str, name: str) -> str:
@@ -124,7 +156,7 @@ def _headline(mapping: DictConfig, key: str, name: str) -> str:
             facts.append(f"here {_format_value(value)}")
     if not facts:
         return key
-    return f"{key}: {', '.join(facts)}"
+    return wrapped(f"{key}: {', '.join(facts)}", output_width(), "", "    ")
 
 
 def _describe_part(part: DictConfig, key: str) -> Iterator[str]:

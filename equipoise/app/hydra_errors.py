@@ -17,7 +17,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 import equipoise
 from equipoise.app.config.checks import import_paths, takes_argument
 from equipoise.app.config.keys import GROUPS, KEYS
-from equipoise.app.config.suggestions import did_you_mean
+from equipoise.app.config.suggestions import did_you_mean, unknown_trainer_key
+from equipoise.names.synonyms import meant_keys, meant_options
 
 __all__ = ["explain", "options"]
 
@@ -87,7 +88,13 @@ def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> 
 
 def _explain_missing_file(error: MissingConfigException, folders: Sequence[Path]) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    hint = did_you_mean(option, error.options or options(group, folders))
+    present = error.options or options(group, folders)
+    if not group:
+        meant = ["_self_"] if option.strip("_") == "self" else []
+        return f"The defaults list names {option!r}, for which there is no file {option}.yaml" + did_you_mean(
+            option, present, meant=meant
+        )
+    hint = did_you_mean(option, present, meant=meant_options(group, option, present))
     # Users may add files to these groups alone.
     way_out = ""
     if group in _GROUPS_OF_MAPPINGS:
@@ -105,9 +112,17 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
         return f"No {group} is chosen: give {group}=NAME{hint}"
 
     # 2. A file that chooses an option of an unknown group.
-    match = re.match(r"(In '.*): Could not override '([\w/]+)'.*\s+No match", text)
+    match = re.match(r"(In '.*): Could not override '([\w/@.]+)'.*\s+No match", text)
     if match:
         file, group = match.groups()
+        group, _, package = group.partition("@")
+        if package.startswith("experiment."):
+            return f"{file} the first line is missing, which is `# @package _global_`: the file would set {package}."
+        if group in GROUPS:
+            return (
+                f"{file} {group} is overridden, but nothing before has chosen it: put equipoise first in the defaults"
+                " list of config.yaml."
+            )
         hint = did_you_mean(group, GROUPS)
         return f"{file} there is no group {group!r} to override{hint}"
 
@@ -124,7 +139,13 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
         file = match[1]
         return f"{file} a list and a mapping meet; callbacks and logger are mappings, from names to what to build."
 
-    # 5. Any other text, without the list of folders after it.
+    # 5. Several values without a sweep.
+    match = re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", text)
+    if match:
+        argument, key, several = match.groups()
+        return f"{argument} gives several values: --multirun runs each of them, {key}=[{several}] is one list."
+
+    # 6. Any other text, without the list of folders after it.
     message, _, _ = text.partition("\nConfig search path")
     return message.strip()
 
@@ -142,9 +163,8 @@ def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) 
         return _unknown_key_in(parent, name, mapping, folders)
     names += GROUPS
     path = _path_below(name, mapping, names)
-    if path is not None:
-        return f"There is no key {key!r} in the configuration; did you mean '{path}'?"
-    return f"There is no key {key!r} in the configuration{did_you_mean(name, names)}"
+    meant = [] if path is None else [path]
+    return f"There is no key {key!r} in the configuration{did_you_mean(name, names, meant=meant)}"
 
 
 def _unknown_key_in(parent: str, name: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) -> str:
@@ -164,20 +184,24 @@ def _unknown_key_in(parent: str, name: str, mapping: Mapping[Any, Any], folders:
     if parent == "trainer" and name in GROUPS:
         return f"{key!r} is not a key of the trainer: {name} is a group of its own, given by {name}=NAME."
 
-    # 4. An argument that the file leaves at its default.
+    # 4. Any other key of the trainer.
+    if parent == "trainer":
+        return unknown_trainer_key(name, names)
+
+    # 5. An argument that the file leaves at its default.
     target = mapping.get("_target_")
     with import_paths(folders):
         is_argument = isinstance(target, str) and takes_argument(target, name)
     if is_argument:
         return f"{key!r} is not part of the configuration, but {target} takes it: add it by +{key}=VALUE."
 
-    # 5. Any other key.
+    # 6. Any other key.
     hint = did_you_mean(name, names, f"{parent}.")
     return f"There is no key {key!r} in the configuration{hint}"
 
 
 def _path_below(name: str, mapping: Mapping[Any, Any], names: Sequence[str]) -> str | None:
-    """Return the path of an argument for which the user forgot the group; None if there is no such argument."""
+    """Return the path that a name stands for, such as an argument without its group; None if there is none."""
     # 1. An argument of the module or the data.
     for part in ("module", "data"):
         if part not in mapping:
@@ -189,7 +213,13 @@ def _path_below(name: str, mapping: Mapping[Any, Any], names: Sequence[str]) -> 
         if name in arguments:
             return f"{part}.{name}"
 
-    # 2. An argument of the trainer. An outermost key that is as near is more likely.
+    # 2. What the name means elsewhere. Arguments of the module and the data differ from project to project.
+    for path in meant_keys(name):
+        part, _, argument = path.partition(".")
+        if part not in ("module", "data") or not argument or argument in (mapping.get(part) or {}):
+            return path
+
+    # 3. An argument of the trainer. An outermost key that is as near is more likely.
     matches = get_close_matches(name, inspect.signature(equipoise.Trainer).parameters, n=1)
     if not matches or get_close_matches(name, names):
         return None

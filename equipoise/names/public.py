@@ -102,6 +102,8 @@ _PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "equipoise.trainer.trainer": ("Trainer",),
     },
 }
+# Classes that a program takes from there, as it does under Lightning's own trainer.
+_LIGHTNING = ("lightning.pytorch", "lightning.pytorch.callbacks", "lightning.pytorch.loggers")
 _COLLECTED = ("callbacks", "strategies", "trainer")
 
 
@@ -137,9 +139,10 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
         if package == "equipoise" and name in _COLLECTED:
             return import_module(f"{package}.{name}")
         if name not in modules_by_name:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_hint(name)}")
         try:
             with collector_paused():
+                _check_torch()
                 module = import_module(modules_by_name[name])
         except ModuleNotFoundError as error:
             if not str(error.name).startswith("equipoise.extensions"):
@@ -154,6 +157,27 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
         return value
 
     return __getattr__
+
+
+def _check_torch() -> None:
+    """Check that torch has what every public name but the errors needs."""
+    import torch
+
+    if not torch.distributed.is_available():
+        raise ImportError(
+            f"Equipoise needs torch.distributed, which this build of torch ({torch.__version__}) lacks, as some for"
+            " Windows do. Install a build that has it, such as those of https://pytorch.org."
+        )
+
+
+def _hint(name: str) -> str:
+    """Return where Lightning has a name, as part of the message about one that is not here; empty for any other."""
+    if not (name[:1].isupper() or name == "seed_everything"):
+        return ""
+    for place in _LIGHTNING:
+        if name in import_module(place).__all__:
+            return f"; it is Lightning's: from {place} import {name}"
+    return ""
 
 
 def lazy_dir(package: str) -> Callable[[], list[str]]:

@@ -134,6 +134,8 @@ class Trainer(PublicState):
         offload_activations: Keep tensors that the forward saves for the backward in the memory of the host: those of
             at least 1 MiB (True), or of at least this number of bytes. Parameters and buffers stay. Lightning has no
             such argument. Default: False.
+        verify: Number of first steps to compute on one device as well, and to compare; see docs/verify.md. Lightning
+            has no such argument. Default: 0.
 
     Raises:
         ConfigurationError: If an argument is wrong, or contradicts another one.

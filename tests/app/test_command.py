@@ -9,13 +9,16 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from equipoise import __version__
+from equipoise.app.command_line.commands import OWN_COMMANDS, command_named
+from equipoise.app.command_line.quick_check import trainer_arguments
 from equipoise.app.config.keys import KEYS
 from equipoise.app.help import arguments_in
+from equipoise.names.extensions import names_of_extensions
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",), ("devices", "--help"), ("doctor", "-h")])
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
 def test_help_names_every_command(equipoise, arguments):
     code, out, _ = equipoise(*arguments)
     assert code == 0
@@ -23,33 +26,47 @@ def test_help_names_every_command(equipoise, arguments):
         assert command in out
 
 
+@pytest.mark.parametrize("command", [*OWN_COMMANDS, *names_of_extensions("commands")])
+def test_help_of_a_command_explains_its_flags(equipoise, command):
+    code, out, _ = equipoise(command, "--help")
+    assert code == 0
+    assert out.startswith(f"equipoise {command} ")
+    flags = command_named(command).flags
+    assert all(flags.values()) if flags else True
+    for flag, meaning in dict(flags).items():
+        assert f"  {flag}" in out
+        assert meaning in " ".join(out.split())
+
+
 @pytest.mark.parametrize("arguments", [("--version",), ("fit", "--version")])
 def test_version(equipoise, arguments):
     assert equipoise(*arguments)[:2] == (0, f"equipoise {__version__}\n")
 
 
-@pytest.mark.slow
 @pytest.mark.whole_package
-def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise, capfd):
-    with pytest.raises(SystemExit) as ended:
-        equipoise("fit", "-h")
-    assert ended.value.code == 0
-    shown = capfd.readouterr().out
+def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise):
+    code, shown, _ = equipoise("fit", "-h")
+    assert code == 0
     assert "strategy: auto, balanced, ddp, dp, ensemble, fsdp, hogwild, pipeline, single_device, virtual" in shown
     assert "experiment: short" in shown
     assert "early_stopping" in shown
     assert "  lr: 0.1" in shown  # the present values
     assert "--multirun" in shown
     assert "key=value" in shown
+    lines = shown.splitlines()
+    # Each argument of the trainer has a line of meaning.
+    start = lines.index(next(line for line in lines if line.startswith("trainer:")))
+    end = lines.index(next(line for line in lines if line.startswith("strategy: auto  ")))
+    keys = [line for line in lines[start + 1 : end] if not line.startswith("   ")]
+    assert len(keys) == len(trainer_arguments())
+    assert [line for line in keys if not line[40:].strip()] == []
 
 
-@pytest.mark.slow
-def test_help_where_no_module_is_chosen_yet(project, equipoise, capfd):
+def test_help_where_no_module_is_chosen_yet(project, equipoise):
     (project / "conf" / "config.yaml").unlink()
-    with pytest.raises(SystemExit) as ended:
-        equipoise("fit", "--help")
-    assert ended.value.code == 0
-    assert "module: line" in capfd.readouterr().out
+    code, out, _ = equipoise("fit", "--help")
+    assert code == 0
+    assert "module: line" in out
 
 
 def test_help_of_a_key(project, equipoise):
@@ -97,6 +114,30 @@ def test_arguments_of_a_docstring():
         "c": "Both.",
     }
     assert arguments_in("Nothing here.") == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--version", 0),
+        ("--help", 0),
+        ("plan --help", 0),
+        ("fit trainer.max_epoch=3", 2),
+        ("fit epochs=3", 2),
+        ("fit --epochs=3", 2),
+        ("train", 2),
+    ],
+)
+def test_an_answer_that_needs_no_torch_imports_none(project, arguments, code):
+    program = (
+        "import sys\nfrom equipoise.__main__ import main\ncode = main(sys.argv[1:])\n"
+        "print(*sorted({'hydra', 'lightning', 'rich', 'torch'} & set(sys.modules)), file=sys.stderr)\nsys.exit(code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1] == ""
 
 
 @pytest.mark.slow

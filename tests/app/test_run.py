@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from equipoise import NoGradEvaluation, Trainer
 from equipoise.names.extensions import names_of_extensions
+from tests.support.programs import EQUIPOISE, Program
 
 
 def only_run(root: Path, kind: str = "outputs") -> Path:
@@ -427,6 +428,12 @@ def test_a_mistake_of_the_users_own_keeps_its_traceback(project, equipoise):
     with pytest.raises(ZeroDivisionError, match="mine"):
         equipoise("fit")
     assert "HYDRA_FULL_ERROR" not in os.environ
+    with Program(EQUIPOISE, "fit") as program:
+        _, err = program.finish()
+        assert program.returncode == 1
+    _, _, shown = err.partition("Traceback (most recent call last):\n")
+    frames = [line for line in shown.splitlines() if line.startswith("  File ")]
+    assert [frame.rpartition(" ")[2] for frame in frames] == ["training_step"]
 
 
 def test_a_module_may_bring_its_own_loaders(project, equipoise):

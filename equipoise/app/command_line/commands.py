@@ -14,14 +14,14 @@ OWN_COMMANDS = {
     "devices": Command(
         summary="what devices there are, their memory, and under which index",
         run="equipoise.app.machine.devices:show_devices",
-        flags=("--watch", "--watch="),
+        flags={"--watch": "print them anew each second until Ctrl-C", "--watch=": "the same, each so many seconds"},
         usage="[--watch[=SECONDS]]",
         reads_configuration=False,
     ),
     "doctor": Command(
         summary="what to paste into a bug report: versions, devices, limits",
         run="equipoise.app.machine.doctor:show_doctor",
-        flags=("--json",),
+        flags={"--json": "print the facts as JSON"},
         usage="[--json]",
         reads_configuration=False,
     ),

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from equipoise.app.command_line.commands import command_named, names_of_commands
+from equipoise.app.command_line.flags import STAGE_FLAGS
 from equipoise.app.command_line.folders import starter_folder, take_folders
 from equipoise.app.command_line.hydra_calls import import_compose
-from equipoise.app.command_line.stages import STAGE_FLAGS
 from equipoise.app.config.keys import STAGES
 from equipoise.errors import ConfigurationError
 

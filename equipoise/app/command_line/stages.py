@@ -4,18 +4,15 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from equipoise.app.command_line.flags import STAGE_FLAGS
 from equipoise.app.command_line.folders import starter_folder, take_folders
 from equipoise.app.command_line.hydra_calls import import_compose, is_override, quoted
+from equipoise.app.command_line.quick_check import refuse_unknown_keys
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
+from equipoise.names.synonyms import meant_keys
 
-__all__ = ["STAGE_FLAGS", "run_stage"]
-
-# Hydra's flags, and `--debug`, which is taken out before Hydra reads the arguments.
-STAGE_FLAGS = (
-    *("--cfg", "--config-dir", "--config-name", "--config-path", "--debug", "--help", "--hydra-help", "--info"),
-    *("--multirun", "--package", "--resolve", "--run", "--version"),
-)
+__all__ = ["run_stage"]
 
 
 def run_stage(stage: str, arguments: Sequence[str]) -> None:
@@ -37,7 +34,15 @@ def run_stage(stage: str, arguments: Sequence[str]) -> None:
         import_compose().explain_keys(keys, rest, folders)
         return
 
-    # 3. Run. Hydra takes overrides only before its flags, and the value of a flag stays after the flag.
+    if "--help" in overrides:
+        given = [quoted(argument) for argument in overrides if is_override(argument)]
+        import_compose().show_help(given, folders, STAGE_FLAGS)
+        return
+
+    # 3. Refuse what is wrong at a glance.
+    refuse_unknown_keys(overrides, folders)
+
+    # 4. Run. Hydra takes overrides only before its flags, and the value of a flag stays after the flag.
     overrides.sort(key=is_override, reverse=True)
     if folders[0] == starter_folder() / "conf":
         _announce_example()
@@ -47,15 +52,24 @@ def run_stage(stage: str, arguments: Sequence[str]) -> None:
 def _check_argument(argument: str, stage: str) -> None:
     flag = argument.partition("=")[0]
     if flag.startswith("--") and flag not in STAGE_FLAGS:
-        hint = did_you_mean(flag, STAGE_FLAGS)
-        is_key = "=" in argument or "." in flag
-        if is_key:
-            hint = f"; a key is given without dashes, as {argument[2:]}"
-        raise ConfigurationError(f"There is no flag {flag!r}{hint}")
+        raise ConfigurationError(f"There is no flag {flag!r}{_hint(argument)}")
     if argument.startswith("stage="):
         raise ConfigurationError(
             f"The command itself is the stage: equipoise {argument[6:]}, not equipoise {stage} {argument}."
         )
+
+
+def _hint(argument: str) -> str:
+    """Return the end of the message about an unknown flag: it is a key with dashes, or near to another flag."""
+    word, equals, value = argument.removeprefix("--").partition("=")
+    meant = meant_keys(word.replace("-", "_"))
+    if meant or equals or "." in word:
+        key = [*meant, word][0]
+        # A key may be meant with its value, as in precision=16-mixed.
+        if "=" not in key:
+            key += f"={value or 'VALUE'}"
+        return f"; a key is given without dashes, as {key}"
+    return did_you_mean(f"--{word}", STAGE_FLAGS)
 
 
 def _keys_to_explain(arguments: Sequence[str]) -> list[str]:

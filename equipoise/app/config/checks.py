@@ -15,6 +15,7 @@ from equipoise.app.config.annotations import check_types, parameters_of
 from equipoise.app.config.keys import KEYS, STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
+from equipoise.names.synonyms import meant_keys
 
 __all__ = [
     "check_keys",
@@ -53,6 +54,11 @@ def check_keys(values: Mapping[str, Any]) -> None:
     if not values.get("module"):
         raise ConfigurationError(
             "There is no module: choose one with module=NAME, or name its class with +module._target_=PACKAGE.CLASS."
+        )
+    if isinstance(values.get("experiment"), Mapping):
+        raise ConfigurationError(
+            "The file of the experiment sets keys below 'experiment', where nothing reads them: it must begin with the"
+            " line `# @package _global_`."
         )
     seed = values["seed"]
     # By type, because isinstance counts true and false among the integers.
@@ -253,7 +259,8 @@ def _check_arguments(target: Callable[..., Any], arguments: Mapping[str, Any], k
         is_hydras = argument.startswith("_")
         if is_hydras or takes_any_name or argument in parameters:
             continue
-        hint = did_you_mean(argument, parameters, f"{key}.")
+        meant = meant_keys(argument) if key == "trainer" else ()
+        hint = did_you_mean(argument, parameters, f"{key}.", meant)
         raise ConfigurationError(f"{key}.{argument} is not an argument of {target_name}{hint}")
 
     # 3. Refuse missing arguments, unless they come by position or later.

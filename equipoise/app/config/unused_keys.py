@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from equipoise.app.config.keys import KEYS
+from equipoise.names.synonyms import meant_keys
 
 __all__ = ["warn_of_unused_keys"]
 
@@ -69,8 +70,9 @@ def _hint(key: str, values: Any) -> str:
     first = key.partition(".")[0]
     paths = [path for path in _paths(values) if path.partition(".")[0] not in (first, "hydra")]
     name = key.rpartition(".")[2]
+    meant = meant_keys(key)
     same_names = [path for path in paths if path.rpartition(".")[2] == name]
-    nearest = same_names or get_close_matches(key, paths, n=1)
+    nearest = same_names or meant or get_close_matches(key, paths, n=1)
     if nearest:
         return f"; did you mean {nearest[0]!r}?"
     return (

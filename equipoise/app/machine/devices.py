@@ -35,9 +35,10 @@ def show_devices(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         _watch(seconds)
         return
     from equipoise.tables.whole_table import print_table
+    from equipoise.tables.width import output_width, wrapped
 
-    print_table(_table(list_devices()), repeated=2)
-    print(_visibility())
+    print_table(_table(list_devices()), repeated=2, leaves_out=True)
+    print(wrapped(_visibility(), output_width()))
 
 
 def _interval(arguments: Sequence[str]) -> float | None:

@@ -17,7 +17,7 @@ from equipoise.formats import format_duration, format_number, format_path
 from equipoise.names.extensions import load_extension, names_of_extensions
 from equipoise.notices import rank_zero_warn
 from equipoise.tables.live_table import LiveTable
-from equipoise.tables.whole_table import print_table
+from equipoise.tables.whole_table import print_table, print_text
 
 __all__ = ["SweepDisplay", "closing_table", "live_table", "print_closing_table"]
 
@@ -74,7 +74,7 @@ class SweepDisplay:
         for name in _shown_metrics(self._results):
             if name in job.metrics:
                 line += f"; {name} {format_number(job.metrics[name])}"
-        self._console.print(Text(line), soft_wrap=True)
+        print_text(line, self._console)
 
 
 def _shown_metrics(results: SweepResults) -> list[str]:
@@ -149,12 +149,12 @@ def print_closing_table(results: SweepResults, console: Console | None = None) -
     for job in results.jobs:
         if job.error is not None:
             line = Text.assemble((f"Job {job.number}: ", "dim"), job.summary_of_error)
-            console.print(line, soft_wrap=True)
+            print_text(line, console)
     line = Text.assemble(("Results: ", "dim"), format_path(str(results.path)))
-    console.print(line, soft_wrap=True)
+    print_text(line, console)
     for path in _added_pages(results):
         line = Text.assemble(("Page: ", "dim"), format_path(str(path)))
-        console.print(line, soft_wrap=True)
+        print_text(line, console)
 
 
 def _added_pages(results: SweepResults) -> Iterator[Path]:

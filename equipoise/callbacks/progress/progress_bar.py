@@ -43,19 +43,20 @@ class ProgressBar(_LightningProgressBar):
     Args:
         refresh_seconds: Seconds between two redraws. Default: 0.2.
         plain_seconds: Seconds between two plain lines. Default: 10.
-        leave: Leave the line of every finished epoch. Default: False, only the last one stays.
+        leave: Leave the line of every finished epoch (True), or of the last one alone (False). Default: None, those of
+            epochs that end a redraw apart.
 
     Raises:
         ConfigurationError: If an interval is not a positive number.
 
     Example:
         >>> from equipoise import Trainer
-        >>> Trainer(callbacks=[ProgressBar(leave=True)]).fit(model, datamodule=data)  # doctest: +SKIP
+        >>> Trainer(callbacks=[ProgressBar(leave=False)]).fit(model, datamodule=data)  # doctest: +SKIP
     """
 
     uses_outputs = False
 
-    def __init__(self, *, refresh_seconds: float = 0.2, plain_seconds: float = 10.0, leave: bool = False) -> None:
+    def __init__(self, *, refresh_seconds: float = 0.2, plain_seconds: float = 10.0, leave: bool | None = None) -> None:
         super().__init__()
         _check_interval("refresh_seconds", refresh_seconds)
         _check_interval("plain_seconds", plain_seconds)
@@ -76,8 +77,9 @@ class ProgressBar(_LightningProgressBar):
         self._layout = Layout()
         # True while a line that stays is drawn: its values must be the last ones.
         self._wait_for_values = False
-        # Time of the next redraw, and those of the last changes that were drawn immediately.
+        # Times of the next redraw, of the next line that stays, and of the last changes that were drawn immediately.
         self._next_redraw = math.inf
+        self._next_line = -math.inf
         self._drawn_changes: deque[float] = deque(maxlen=_MOST_IMMEDIATE)
         # Whether training has started, and whether its first batch is done, whose index shows where a resumed epoch
         # begins.
@@ -196,6 +198,7 @@ class ProgressBar(_LightningProgressBar):
         if self._opened(pl_module) is not None:
             self._is_fitting = True
             self._next_redraw = -math.inf
+            self._next_line = monotonic() + self.refresh_seconds
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the line of an epoch."""
@@ -369,10 +372,12 @@ class ProgressBar(_LightningProgressBar):
         epoch = self._epoch_track
         if epoch is None or not epoch.finished:
             return False
-        if display.animated and not self.leave:
-            return False
-        metrics = self._read_metrics(wait=True)
         now = monotonic()
+        leaves = now >= self._next_line if self.leave is None else self.leave
+        if display.animated and not leaves:
+            return False
+        self._next_line = now + self.refresh_seconds
+        metrics = self._read_metrics(wait=True)
         if display.animated:
             display.write_lines(self._layout.compose([epoch], metrics, width=display.console.width, now=now))
         else:

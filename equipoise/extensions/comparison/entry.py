@@ -7,11 +7,14 @@ __all__ = ["COMMAND"]
 COMMAND = Command(
     summary="run the module under each strategy: speed, memory by device",
     run="equipoise.extensions.comparison.command:show_comparison",
-    flags=("--json", "--largest", "--output=", "--steps=", "--strategies=", "--timeout="),
-    examples=(
-        (
-            "--strategies=dp,ddp --steps=5 --largest[=N] --timeout=SECONDS --output=FOLDER --json",
-            "which ones; timed steps; look for the largest batch; the bound of each trial",
-        ),
-    ),
+    flags={
+        "--strategies=": "which strategies, separated by commas",
+        "--steps=": "number of timed steps",
+        "--largest": "search for the largest batch that fits",
+        "--largest=": "the same, of at most so many samples",
+        "--timeout=": "seconds that each trial may take",
+        "--output=": "the folder of the page and the results",
+        "--json": "print the results as JSON",
+    },
+    examples=(("--strategies=dp,ddp --steps=20", "two strategies, with twenty timed steps each"),),
 )

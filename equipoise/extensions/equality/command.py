@@ -10,7 +10,7 @@ from equipoise.app.command import Reader, present, read_flags
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.equality.compare import compare_runs
 from equipoise.extensions.equality.result import RunComparison
-from equipoise.tables.whole_table import print_table
+from equipoise.tables.whole_table import print_table, print_text
 
 __all__ = ["run_curves_equal"]
 
@@ -53,26 +53,27 @@ _READERS: dict[str, Reader] = {"--atol": _number, "--json": present, "--rtol": _
 
 def _print(result: RunComparison) -> None:
     # 1. The sentence, and the table of all first differences.
-    print(result.sentence)
+    print_text(result.sentence)
     if result.differences:
-        print_table(_table(result))
+        print_table(_table(result), repeated=1, leaves_out=True)
     further = len(result.differences) - _MOST_ROWS
     if further > 0:
         print(f"and {further} more, which --json lists")
 
     # 2. Everything that did not count.
     for reason in result.not_compared:
-        print(f"not compared: {reason}")
+        print_text(f"not compared: {reason}")
     if result.left_out:
-        print(f"left out, as they differ by nature: {', '.join(result.left_out)}")
+        print_text(f"left out, as they differ by nature: {', '.join(result.left_out)}")
 
 
 def _table(result: RunComparison) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold")
     table.add_column("first at step", justify="right")
-    table.add_column("of")
     table.add_column("name", overflow="fold")
-    for head in ("A", "B", "by at most", "at"):
+    for head in ("A", "B"):
+        table.add_column(head, overflow="fold")
+    for head in ("by at most", "of", "at"):
         table.add_column(head)
     for difference in result.differences[:_MOST_ROWS]:
         amount = ""
@@ -83,11 +84,11 @@ def _table(result: RunComparison) -> Table:
             place = str(difference.place)
         table.add_row(
             str(difference.step),
-            difference.part,
             difference.name,
             difference.first,
             difference.second,
             amount,
+            difference.part,
             place,
         )
     return table

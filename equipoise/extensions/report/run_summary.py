@@ -15,6 +15,8 @@ from equipoise.tables.whole_table import print_table
 
 __all__ = ["RunSummary"]
 
+# Widest column of values.
+_VALUES = 44
 # Name and value of a row of the table.
 Row = tuple[str, str]
 
@@ -85,7 +87,8 @@ class RunSummary(FitRecorder):
     def _make_table(self, trainer: Any, fit: Fit, outcome: str) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
         table.add_column(f"Fit {outcome}", overflow="fold")
-        table.add_column("", justify="right", overflow="fold")
+        # A long value must not move the others away from their names.
+        table.add_column("", justify="right", overflow="fold", max_width=_VALUES)
         for rows in (self._metric_rows(trainer), _run_rows(trainer, fit), _machine_rows(trainer)):
             # A line below a section without rows would look like a mistake.
             if not rows:

@@ -7,7 +7,11 @@ __all__ = ["COMMAND"]
 COMMAND = Command(
     summary="runs side by side: state, what differs, best and last values",
     run="equipoise.extensions.runs.command:show_runs",
-    flags=("--html=", "--json", "--sort="),
+    flags={
+        "--sort=": "the value to sort by, the best first",
+        "--html=": "a file for a page with their curves",
+        "--json": "print everything as JSON",
+    },
     usage="[FOLDER ...] [flags]",
     reads_configuration=False,
     examples=(

@@ -7,6 +7,8 @@ __all__ = ["COMMAND"]
 COMMAND = Command(
     summary="prove the first steps: computed as configured and on one device",
     run="equipoise.extensions.verification.command:show_verification",
-    flags=("--json", "--steps="),
-    examples=(("--steps=N --json", "number of optimiser steps (3)"),),
+    flags={
+        "--steps=": "number of optimiser steps (3)",
+        "--json": "print the result as JSON",
+    },
 )

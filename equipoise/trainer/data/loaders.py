@@ -559,8 +559,8 @@ def nothing_to_read(length: float, limit: float, source: Source, *, divided: boo
     if divided:
         remedy = " If each process has data of its own, say Trainer(use_distributed_sampler=False)."
     return ConfigurationError(
-        f"A loader must give at least one batch, but {source.describe()} is empty. Set {name}=0 to do without it."
-        f"{remedy}"
+        f"A loader must give at least one batch, but {source.describe()} is empty, as one with drop_last=True is whose"
+        f" samples do not fill a batch. Set {name}=0 to do without it.{remedy}"
     )
 
 

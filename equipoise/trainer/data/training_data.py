@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationError
+from equipoise.formats import counted
 from equipoise.notices import rank_zero_warn
 from equipoise.strategies.distributed.epoch_length import Certainty, Extent, joined_extent, length_of
 from equipoise.strategies.distributed.run_steps import RunSteps
@@ -240,7 +241,7 @@ class TrainingData(SentState):
         if not state.loggers or state.fast_dev_run:
             return
         if self.max_batches < state.log_every_n_steps:
-            batches = "1 batch" if self.max_batches == 1 else f"{self.max_batches} batches"
+            batches = counted(int(self.max_batches), "batch", "batches")
             rank_zero_warn(
                 f"An epoch has {batches}, fewer than log_every_n_steps={state.log_every_n_steps}."
                 " Set a lower value if you want to see logs of the training epoch."

@@ -68,10 +68,11 @@ def _check(owner: Any, name: str, documented: Any) -> None:
     for candidate in (signature, signature_of_wrapper):
         if _binds(candidate, len(positional)) or _binds(candidate, len(required)):
             return
-    arguments = ", ".join(parameter.name for parameter in positional)
+    names = [parameter.name for parameter in positional]
+    arguments = ", ".join(names)
     raise ConfigurationError(
         f"`{type(owner).__name__}.{name}` is called with ({arguments}), but is defined as `{signature}`."
-        f" Take `(self, {arguments})`."
+        f" Take `({', '.join(['self', *names])})`."
     )
 
 

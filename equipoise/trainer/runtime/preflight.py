@@ -81,9 +81,15 @@ def as_module(model: Any) -> LightningModule:
         )
     import lightning
 
+    way_out = "The module comes first, then its data: fit(module, loader)."
+    if isinstance(model, torch.nn.Module):
+        way_out = (
+            "Derive a class from LightningModule that holds it, with the methods `training_step` and"
+            " `configure_optimizers`."
+        )
     raise ConfigurationTypeError(
         f"The Trainer takes a LightningModule (lightning {lightning.__version__}), not"
-        f" {type(model).__module__}.{type(model).__name__}."
+        f" {type(model).__module__}.{type(model).__name__}. {way_out}"
     )
 
 

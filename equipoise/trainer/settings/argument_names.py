@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationTypeError
+from equipoise.names.synonyms import meant_keys
 from equipoise.notices import rank_zero_warn
 from equipoise.strategies.strategy import Strategy
 
@@ -97,11 +98,19 @@ def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collec
         )
 
     # 2. The nearest parameter, or all of them if none is near.
-    hint = f"there are: {', '.join(parameters)}."
-    matches = get_close_matches(name, parameters, n=1)
+    raise ConfigurationTypeError(f"{owner} takes no argument {name!r}; {_hint(name, parameters)}")
+
+
+def _hint(name: str, parameters: Collection[str]) -> str:
+    meant = [key.removeprefix("trainer.") for key in meant_keys(name)]
+    if "ckpt_path" in meant:
+        return "did you mean `fit(ckpt_path=...)`?"
+    # A key of the configuration may have a value, as in precision=16-mixed.
+    matches = [key for key in meant if key.partition("=")[0] in parameters]
+    matches += get_close_matches(name, parameters, n=1)
     if matches:
-        hint = f"did you mean {matches[0]!r}?"
-    raise ConfigurationTypeError(f"{owner} takes no argument {name!r}; {hint}")
+        return f"did you mean {matches[0]!r}?"
+    return f"there are: {', '.join(parameters)}."
 
 
 def _defaults_of_lightning() -> dict[str, Any]:

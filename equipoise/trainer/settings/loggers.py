@@ -18,6 +18,12 @@ __all__ = ["select_loggers"]
 # Their packages make a local folder of a URL.
 _LOCAL_LOGGERS = (CometLogger, MLFlowLogger, WandbLogger)
 
+_CLASSES = {
+    "comet": CometLogger,
+    "mlflow": MLFlowLogger,
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+}
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "save", "finalize")
 _LOGGER_ATTRIBUTES = ("save_dir", "name", "version")
 
@@ -47,9 +53,10 @@ def select_loggers(logger: bool | Logger | Iterable[Logger] | None, root_dir: st
         loggers = list(logger)
     for item in loggers:
         if not _looks_like_a_logger(item):
+            example = _CLASSES.get(str(item).lower(), CSVLogger).__name__
             raise ConfigurationError(
-                "logger must be True, False, or one or several of Lightning's loggers, such as CSVLogger('logs'), or"
-                f" objects with their methods ({', '.join(_LOGGER_METHODS)}), not {item!r}."
+                "logger must be True, False, or one or several of Lightning's loggers, such as"
+                f" {example}('logs'), or objects with their methods ({', '.join(_LOGGER_METHODS)}), not {item!r}."
             )
         _check_attributes(item)
     return loggers

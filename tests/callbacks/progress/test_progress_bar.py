@@ -76,7 +76,7 @@ both_trainers = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
 class TestScreen:
     @both_trainers
     def test_the_last_line_of_a_fit_stays(self, make_terminal: Callable[[int], Terminal], clock: Clock, cls: type):
-        terminal, bar = make_terminal(120), ProgressBar()
+        terminal, bar = make_terminal(120), ProgressBar(leave=False)
         run = fit(ticking(clock, 0.5), loader(8), loader(2), bar=bar, cls=cls, max_epochs=2)
         assert run.progress_bar_callback is bar
         # Eight batches of half a second; the validation's second is its own; `late` is logged at the epoch's very end.
@@ -84,9 +84,9 @@ class TestScreen:
         assert terminal.cursor_visible
         assert terminal.wrapped == []
 
-    def test_every_epoch_may_leave_its_line(self, make_terminal: Callable[[int], Terminal], clock: Clock):
+    def test_every_epoch_leaves_its_line(self, make_terminal: Callable[[int], Terminal], clock: Clock):
         terminal = make_terminal(120)
-        fit(ticking(clock, 0.5), loader(8), loader(2), bar=ProgressBar(leave=True), max_epochs=3)
+        fit(ticking(clock, 0.5), loader(8), loader(2), bar=ProgressBar(), max_epochs=3)
         values = ["loss 7.000  val_loss 10.00  late 100.0", "loss 15.00  val_loss 11.00  late 101.0"]
         values += ["loss 23.00  val_loss 12.00  late 102.0"]
         assert terminal.text.split("\n") == [
@@ -109,7 +109,9 @@ class TestScreen:
                 return super().training_step(batch, batch_idx)
 
         screens = Screens(terminal := make_terminal(width), clock)
-        trainer(callbacks=[ProgressBar()], max_epochs=2).fit(Chatty(screens), loader(12), [loader(3), loader(3)])
+        trainer(callbacks=[ProgressBar(leave=False)], max_epochs=2).fit(
+            Chatty(screens), loader(12), [loader(3), loader(3)]
+        )
         assert terminal.wrapped == []
         assert all(len(screen.split("\n")) in (1, 2, 3) for screen in screens)
         assert len(terminal.text.split("\n")) == 2
@@ -161,7 +163,8 @@ class TestScreen:
         assert terminal.text.split("\n")[-1].startswith("Epoch 1/1  5/?  1.00 it/s  0:05")
 
     def test_max_steps_end_an_epoch_early(self, terminal: Terminal, screens: Screens):
-        fit(screens, loader(10), max_epochs=-1, max_steps=5, accumulate_grad_batches=3)
+        bar = ProgressBar(leave=False)
+        fit(screens, loader(10), bar=bar, max_epochs=-1, max_steps=5, accumulate_grad_batches=3)
         # Four steps of 3, 3, 3 and 1 batches, then one of three.
         assert "1/10" in screens[1]
         assert screens[11].startswith("Epoch 2")

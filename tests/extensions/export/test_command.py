@@ -79,5 +79,5 @@ def test_arguments_that_are_refused(
 
 
 def test_the_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["export", "--help"]) == 0
     assert "equipoise export CKPT OUT [flags]" in capsys.readouterr().out

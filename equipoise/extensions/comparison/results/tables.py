@@ -9,7 +9,7 @@ from rich.text import Text
 
 from equipoise.extensions.comparison.results.comparison import Comparison, Row
 from equipoise.formats import format_bytes, format_count, format_path
-from equipoise.tables.whole_table import print_table
+from equipoise.tables.whole_table import print_table, print_text
 
 __all__ = [
     "comparison_table",
@@ -148,4 +148,4 @@ def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | No
         lines.append(f"  {' '.join(recommendation['overrides'])}")
     lines += [f"Written: {format_path(path)}" for path in files]
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        print_text(line, console)

@@ -7,6 +7,8 @@ __all__ = ["COMMAND"]
 COMMAND = Command(
     summary="measure a step of the module under each memory saver: peak, time",
     run="equipoise.extensions.comparison.savings.command:show_savings",
-    flags=("--json", "--timeout="),
-    examples=(("--json", "the table as JSON; --timeout=SECONDS bounds each measurement (600)"),),
+    flags={
+        "--json": "print the table as JSON",
+        "--timeout=": "seconds that each measurement may take (600)",
+    },
 )

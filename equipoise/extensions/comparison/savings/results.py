@@ -74,7 +74,7 @@ def print_results(results: Sequence[Result], device: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from equipoise.tables.whole_table import print_table
+    from equipoise.tables.whole_table import print_table, print_text
 
     # 1. The table.
     measure = "by the ledger of tensors"
@@ -103,7 +103,7 @@ def print_results(results: Sequence[Result], device: str | None) -> None:
     console = Console()
     print_table(table, console)
     caption = f"One step on {device or 'no device'}; peak {measure}."
-    console.print(caption, soft_wrap=True, markup=False, highlight=False)
+    print_text(caption, console)
 
     # 2. Reasons, and overrides in lines that can be copied.
     for result in results:
@@ -113,7 +113,7 @@ def print_results(results: Sequence[Result], device: str | None) -> None:
             text = " ".join(result.overrides)
         else:
             continue
-        console.print(f"{result.name}:\n  {text}", soft_wrap=True, markup=False, highlight=False)
+        print_text(f"{result.name}:\n  {text}", console)
 
 
 def _ratio(value: float, first: float | None) -> str:

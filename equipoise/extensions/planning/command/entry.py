@@ -7,6 +7,10 @@ __all__ = ["COMMAND"]
 COMMAND = Command(
     summary="predict memory under each strategy: what fits, the largest batch",
     run="equipoise.extensions.planning.command.command:show_plan",
-    flags=("--html=", "--json", "--timeout="),
-    examples=(("trainer.devices=2x24GiB", "devices that are not here; --json, --html=FILE, --timeout=SECONDS"),),
+    flags={
+        "--html=": "a file for a page with the plan",
+        "--json": "print the plan as JSON",
+        "--timeout=": "seconds after which a strategy is given up",
+    },
+    examples=(("trainer.devices=2x24GiB", "plan for devices that are not here"),),
 )

@@ -145,7 +145,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from equipoise.tables.whole_table import print_table
+    from equipoise.tables.whole_table import print_table, print_text
 
     # 1. The table.
     table = Table(box=SIMPLE)
@@ -163,4 +163,4 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     if recommendation["overrides"]:
         lines.append(f"  {' '.join(recommendation['overrides'])}")
     for line in [*lines, *_alternatives_of(plan)]:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        print_text(line, console)

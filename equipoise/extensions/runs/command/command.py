@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import rich
@@ -22,8 +22,8 @@ from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.found import find_runs, folders_of
 from equipoise.extensions.runs.reading import read_runs
 from equipoise.extensions.runs.run import Run, Unreadable
-from equipoise.formats import format_path, printable
-from equipoise.tables.whole_table import print_table
+from equipoise.formats import counted, format_path, printable
+from equipoise.tables.whole_table import print_table, print_text
 
 __all__ = ["page_of_sweep", "show_runs"]
 
@@ -90,23 +90,26 @@ def _print(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Seque
         _print_table(runs, console)
     else:
         places = ", ".join(map(str, folders)) or "outputs and multirun, which do not exist here"
-        console.print(Text(f"There are no runs in {places}."), soft_wrap=True)
+        print_text(Text(f"There are no runs in {places}."), console)
     # Errors and paths stand outside of the table, so that it does not break them.
     for run in runs:
         if run.error:
-            console.print(Text.assemble((f"{run.name}: ", "dim"), run.error), soft_wrap=True)
+            print_text(Text.assemble((f"{run.name}: ", "dim"), run.error), console)
     for failure in unreadable:
         text = printable(f"{failure.path}: {failure.reason}")
-        console.print(Text.assemble(("Not read: ", "dim"), text), soft_wrap=True)
+        print_text(Text.assemble(("Not read: ", "dim"), text), console)
 
 
 def _print_table(runs: Sequence[Run], console: Console) -> None:
     keys = differing_keys(runs)
-    columns = columns_of(keys[:_MOST_KEYS], main_metrics(runs)[:_MOST_METRICS])
+    # Those that find no room are the last: the values come first, then what differs, then the costs.
+    values, costs = columns_of([], main_metrics(runs)[:_MOST_METRICS]), len(columns_of([], []))
+    columns = [*values[:-costs], *columns_of(keys[:_MOST_KEYS], [])]
     # A column in which no run has a value tells nothing.
     columns = [column for column in columns if any(column.cell(run) for run in runs)]
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("run", overflow="fold")
+    root = _shared_folder(runs)
+    table.add_column(f"run in {root}" if root.parts else "run", overflow="fold")
     table.add_column("state", no_wrap=True)
     for column in columns:
         # As texts, since rich would read brackets as markup.
@@ -115,11 +118,21 @@ def _print_table(runs: Sequence[Run], console: Console) -> None:
         else:
             table.add_column(Text(column.head), justify="right")
     for run in runs:
+        name = PurePath(run.name).relative_to(root).as_posix().replace("/", "/\n")
         cells = [Text(column.cell(run) or "-") for column in columns]
-        table.add_row(Text(run.name), Text(run.state, _STYLES[run.state]), *cells)
-    print_table(table, console)
-    if len(keys) > _MOST_KEYS:
-        console.print(Text(f"{len(keys) - _MOST_KEYS} more keys differ: --html and --json show them."), soft_wrap=True)
+        table.add_row(Text(name), Text(run.state, _STYLES[run.state]), *cells)
+    print_table(table, console, repeated=2, leaves_out=True)
+    further = len(keys) - _MOST_KEYS
+    if further > 0:
+        verb = "differs" if further == 1 else "differ"
+        print_text(f"{counted(further, 'more key')} {verb}: --html and --json show all.", console)
+
+
+def _shared_folder(runs: Sequence[Run]) -> PurePath:
+    """Return the innermost folder that all runs are in, as their names begin with it."""
+    parents = [PurePath(run.name).parents for run in runs]
+    shared = set.intersection(*map(set, parents))
+    return max(shared, key=lambda path: len(path.parts), default=PurePath())
 
 
 def _as_json(runs: Sequence[Run], unreadable: Sequence[Unreadable]) -> Any:

@@ -7,7 +7,9 @@ __all__ = ["COMMAND"]
 COMMAND = Command(
     summary="a page in the browser with the values of runs while they train",
     run="equipoise.extensions.runs.watch.command:watch",
-    flags=("--port=",),
+    flags={
+        "--port=": "the port of the page",
+    },
     usage="[FOLDER ...] [flags]",
     reads_configuration=False,
     examples=(

@@ -7,11 +7,9 @@ __all__ = ["COMMAND"]
 COMMAND = Command(
     summary="find what limits the run, and measure the remedies in short copies of it",
     run="equipoise.extensions.timing.tune.command:show_tuning",
-    flags=("--apply", "--json", "--seconds="),
-    examples=(
-        (
-            "--seconds=60 --json --apply",
-            "how long it measures; with --apply the run follows, with what made it faster",
-        ),
-    ),
+    flags={
+        "--seconds=": "how long it measures (60)",
+        "--apply": "start the run afterwards, with what made it faster",
+        "--json": "print the results as JSON",
+    },
 )

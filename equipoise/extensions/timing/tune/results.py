@@ -13,7 +13,7 @@ from rich.text import Text
 from equipoise.extensions.timing.limits import SHORT_STEPS
 from equipoise.extensions.timing.tune.rounds import Rounds, Row
 from equipoise.formats import format_duration
-from equipoise.tables.whole_table import print_table
+from equipoise.tables.whole_table import print_table, print_text
 
 __all__ = ["as_json", "best_of", "print_results"]
 
@@ -82,7 +82,7 @@ def print_results(rounds: Rounds) -> None:
         if not best.candidate.overrides:
             lines.append("\nThe configuration has no key for it: change the code that makes the DataLoader.")
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        print_text(line, console)
 
 
 def _table(rounds: Rounds) -> Table:

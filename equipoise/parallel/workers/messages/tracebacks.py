@@ -20,8 +20,8 @@ FULL = "EQUIPOISE_FULL_TRACEBACK"
 _OURS = ("equipoise", "hydra", "omegaconf")
 # Packages through which Equipoise calls a user's code.
 _BETWEEN = ("contextlib", "functools", "lightning", "lightning_fabric", "pytorch_lightning", "threading", "torch")
-# Their messages say what to do; where Equipoise noticed it does not help.
-_EXPLAINED = (CheckpointError, ConfigurationError, StepError, SweepError, WorkerError)
+# Their messages say what to do; where Equipoise noticed it does not help. Neither does where an interrupt found it.
+_EXPLAINED = (CheckpointError, ConfigurationError, StepError, SweepError, WorkerError, KeyboardInterrupt)
 
 
 class RemoteTraceback(Exception):
@@ -34,9 +34,10 @@ class RemoteTraceback(Exception):
 def shortened(error: BaseException) -> BaseException:
     """Return an error whose traceback shows the user's frames and the cause.
 
-    If Equipoise raised the error with an explanation, only the user's frames remain. For any other error, the frames of
-    Equipoise before the last frame of the user are removed. So everything that a user's line calls remains, and an
-    error within Equipoise is shown as it is. The environment variable `EQUIPOISE_FULL_TRACEBACK=1` turns this off.
+    If Equipoise raised the error with an explanation, or it is an interrupt, only the user's frames remain. For any
+    other error, the frames of Equipoise before the last frame of the user are removed. So everything that a user's line
+    calls remains, and an error within Equipoise is shown as it is. The environment variable
+    `EQUIPOISE_FULL_TRACEBACK=1` turns this off.
 
     Args:
         error: The error; its traceback is replaced.
@@ -94,7 +95,9 @@ def shortens_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
     def call(*arguments: P.args, **options: P.kwargs) -> R:
         try:
             return function(*arguments, **options)
-        except Exception as error:
-            raise shortened(error)  # noqa: B904 - it is the same error
+        except (Exception, KeyboardInterrupt) as error:
+            # Python adds no frame for a `raise` of the error at hand, so this one stays away as well.
+            shortened(error)
+            raise
 
     return call

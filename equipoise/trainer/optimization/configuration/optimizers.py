@@ -62,7 +62,9 @@ def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optim
     """
     # 1. Optimisers and schedulers, whatever the form.
     if returned is None:
-        rank_zero_warn("`configure_optimizers` returned None: this fit runs without an optimiser.")
+        rank_zero_warn(
+            "`configure_optimizers` returned None: this fit runs without an optimiser. Return the one that it makes."
+        )
         returned = NoOptimizer()
     optimizers, schedulers = _parse_form(returned)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -31,7 +32,11 @@ def scheduler_config(scheduler: Any, module: LightningModule) -> LRSchedulerConf
     supported = {field.name for field in fields(LRSchedulerConfig)}
     unsupported = entries.keys() - supported
     if unsupported:
-        rank_zero_warn(f"Found unsupported keys in the lr scheduler dict: {unsupported}.", category=RuntimeWarning)
+        near = [name for key in unsupported for name in get_close_matches(str(key), supported, n=1)]
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        rank_zero_warn(
+            f"Found unsupported keys in the lr scheduler dict: {unsupported}.{hint}", category=RuntimeWarning
+        )
         entries = {key: value for key, value in entries.items() if key in supported}
     _check_entries(entries)
 

@@ -145,7 +145,7 @@ def test_an_object_with_the_methods_of_an_optimiser_is_taken() -> None:
     ("configure", "message"),
     [
         (lambda m: {"optimizer": sgd(m), "scheduler": 1}, r"unsupported keys in the optimizer .*'scheduler'"),
-        (lambda m: as_dictionary(m, freq=2), r"unsupported keys in the lr scheduler dict: \{'freq'\}"),
+        (lambda m: as_dictionary(m, freq=2), r"lr scheduler dict: \{'freq'\}. Did you mean 'frequency'\?"),
         (lambda m: as_dictionary(m, lambda o: OneCycleLR(o, 1.0, 9)), "OneCycleLR steps once per epoch"),
     ],
 )

@@ -1,0 +1,125 @@
+"""Output of every command on a terminal of 80 columns, in a pipe and in a file: its widths and its words."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from equipoise.app.command_line.commands import names_of_commands
+from equipoise.tables.width import FILE_WIDTH
+
+SCREEN = 80
+_CODES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
+# Ends of lines that may be wider than a file's: paths and overrides, which are copied.
+_WHOLE = re.compile(r"\S{40,}$")
+
+COMMANDS = [
+    "--help",
+    "fit --help",
+    "fit --help trainer",
+    "fit trainer.enable_progress_bar=true trainer.enable_model_summary=true",
+    "validate ckpt_path=last",
+    "runs",
+    "curves-equal first second",
+    "doctor",
+    "devices",
+    "fit trainer.gpus=2",
+    "fit ckpt_path=last module.lr=0.7 trainer.max_epochs=3",
+    *(f"{name} --help" for name in names_of_commands()),
+    *(
+        pytest.param(command, marks=pytest.mark.slow)
+        for command in (
+            "plan trainer.devices=2 data.count=64",
+            "compare trainer.devices=2 --steps=2 --strategies=dp,balanced",
+            "savings",
+            "tune --seconds=2",
+        )
+    ),
+]
+
+
+@contextmanager
+def _on_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """Let this process write to a terminal in the block; the list receives what was written."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    written: list[bytes] = []
+
+    def read() -> None:
+        # The end of a terminal is an error of Linux.
+        try:
+            while chunk := os.read(master, 65536):
+                written.append(chunk)
+        except OSError:
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    before = [os.dup(1), os.dup(2)]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    try:
+        for number in (1, 2):
+            os.dup2(slave, number)
+        with open(1, "w", closefd=False) as out, open(2, "w", closefd=False) as err, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            yield written
+    finally:
+        for number, copy in zip((1, 2), before, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(slave)
+        reader.join()
+        os.close(master)
+
+
+@pytest.fixture
+def runs(project: Path, equipoise: Callable[..., tuple[int, str, str]]) -> None:
+    """Two runs of which the first values differ, with a checkpoint each."""
+    for name, lr in (("first", 0.1), ("second", 0.25)):
+        assert equipoise("fit", f"module.lr={lr}", f"hydra.run.dir={name}", "trainer.max_epochs=2")[0] == 0
+    (project / "outputs").mkdir()
+    for name in ("first", "second"):
+        (project / "outputs" / name).symlink_to(project / name)
+
+
+def _check(text: str, width: int) -> None:
+    """Check that no line is wider, unless by one long word, and that no table is broken by the edge of the screen."""
+    for line in text.splitlines():
+        shown = line.rpartition("\r")[2].rstrip()
+        if len(shown) > width:
+            assert _WHOLE.search(shown), f"{len(shown)} characters: {shown!r}"
+            assert not re.search("[─━═]{3}", shown), f"a rule of {len(shown)} characters"
+    assert "…" not in text
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_widths_and_words(
+    equipoise: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    from equipoise.__main__ import main
+
+    # 1. In a pipe or a file.
+    _, out, _ = equipoise(*command.split())
+    _check(out, FILE_WIDTH)
+
+    # 2. On a terminal.
+    with _on_terminal(SCREEN, monkeypatch) as written:
+        main(command.split())
+    text = _CODES.sub("", b"".join(written).decode())
+    _check(text, SCREEN)
+
+    # 3. The same words, and none is divided: those of a run are measured anew.
+    if "--help" in command:
+        assert text.split() == out.split()
