@@ -292,7 +292,7 @@ function prepare(root) {
 
   // What scrolls is reached by keys as well.
   for (const wide of root.querySelectorAll(".scroll, pre")) {
-    if (wide.scrollWidth <= wide.clientWidth) continue;
+    if (wide.scrollWidth <= wide.clientWidth && wide.scrollHeight <= wide.clientHeight) continue;
     wide.tabIndex = 0;
     wide.setAttribute("role", "region");
     wide.setAttribute("aria-label", wide.closest("section").querySelector("h2").firstChild.textContent);

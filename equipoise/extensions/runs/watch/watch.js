@@ -14,13 +14,13 @@
     const next = new DOMParser().parseFromString(text, "text/html");
     const within = () => [...document.querySelectorAll("main a, main button, main input")];
     const focused = within().indexOf(document.activeElement);
-    const scrolled = [...document.querySelectorAll(".scroll")].map((wide) => wide.scrollLeft);
+    const scrolled = [...document.querySelectorAll(".scroll")].map((wide) => [wide.scrollLeft, wide.scrollTop]);
     document.title = next.title;
     document.querySelector("h1").replaceWith(next.querySelector("h1"));
     document.querySelector("main").replaceWith(next.querySelector("main"));
     prepare(document);
     arrange();
-    document.querySelectorAll(".scroll").forEach((wide, index) => { wide.scrollLeft = scrolled[index] ?? 0; });
+    document.querySelectorAll(".scroll").forEach((wide, index) => wide.scrollTo(...(scrolled[index] ?? [0, 0])));
     if (focused >= 0) within()[focused]?.focus({ preventScroll: true });
   }
 
