@@ -29,7 +29,6 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import load_extension, names_of_extensions
-from equipoise.names.synonyms import FOREIGN_PRECISIONS
 
 if TYPE_CHECKING:
     from equipoise.names.precisions import OfferedPrecision
@@ -273,6 +272,9 @@ def _full_name(value: object) -> str:
     name = SHORT_NAMES.get(text, text)
     if name in _DTYPES or name in names_of_extensions(_KIND, missing=True):
         return name
+    # Few programs need the names of other libraries.
+    from equipoise.names.synonyms import FOREIGN_PRECISIONS
+
     hint = ""
     offered = names_of_extensions(_KIND)
     matches = get_close_matches(text.lower(), [*_DTYPES, *SHORT_NAMES, *FOREIGN_PRECISIONS, *offered], n=1)

@@ -9,7 +9,6 @@ from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from equipoise.callbacks.callback import Callback
-from equipoise.names.synonyms import meant_hooks
 from equipoise.notices import warn_of_method
 
 __all__ = ["similar_step", "warn_of_mistyped_hooks"]
@@ -69,6 +68,8 @@ def _meant(name: str, kind: type, base: type) -> str | None:
         return None
     similar = None
     if name.startswith("on_"):
+        from equipoise.names.synonyms import meant_hooks
+
         hooks = [hook for hook in dir(base) if hook.startswith("on_")]
         near = [*meant_hooks(name), *get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)]
         similar = next(iter(near), None)

@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from equipoise.errors import ConfigurationTypeError
-from equipoise.names.synonyms import meant_keys
 from equipoise.notices import rank_zero_warn
 from equipoise.strategies.strategy import Strategy
 
@@ -102,6 +101,8 @@ def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collec
 
 
 def _hint(name: str, parameters: Collection[str]) -> str:
+    from equipoise.names.synonyms import meant_keys
+
     meant = [key.removeprefix("trainer.") for key in meant_keys(name)]
     if "ckpt_path" in meant:
         return "did you mean `fit(ckpt_path=...)`?"
