@@ -58,7 +58,10 @@ def parallel_coordinates(shown: Sequence[ShownRun], keys: Sequence[str], metrics
     if len(shown) < _LEAST_RUNS:
         return None
     # A run without a result would only bend the axes of the others.
-    runs = [row.run if any(name in row.run.metrics for name in metrics) else None for row in shown]
+    runs: list[Run | None] = [row.run for row in shown]
+    for number, row in enumerate(shown):
+        if row.run.metrics.keys().isdisjoint(metrics):
+            runs[number] = None
     axes = []
     for key in keys:
         axes.append(_axis_of_texts(key, [_value(key, run) for run in runs]))
@@ -103,7 +106,8 @@ def _axis_of_numbers(name: str, numbers: Sequence[float]) -> _Axis | None:
     finite = sorted({number for number in numbers if math.isfinite(number)})
     if len(finite) < 2:
         return None
-    low, high = finite[0], finite[-1]
+    low = finite[0]
+    high = finite[-1]
     scale = Scale(low, high, (), "number", log=low > 0 and high / low >= _DECADE)
     heights = [scale.place(number) if math.isfinite(number) else None for number in numbers]
     return _Axis(name, heights, _apart([(format_count(number), scale.place(number)) for number in finite]))
