@@ -11,10 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make train   create the environment and train the digits example"
-	@echo "make test    create the environment and run the tests but the slow ones"
+	@echo "make test    create the environment and run the quick tests"
 	@echo "make test-all all tests, as continuous integration does"
 	@echo "make test-core  the quick tests of the core, in a copy without extensions"
-	@echo "make test-versions  the quick tests with each Python and torch that is promised; ROWS='NAME ...' chooses some"
+	@echo "make test-versions  the tests but the slow ones with each Python and torch that is promised; ROWS='NAME ...' chooses some"
 	@echo "make update  propose newer versions of all dependencies in constraints.txt"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -37,7 +37,7 @@ train: $(READY)
 
 # A third process computes while tests of the other two wait for processes of their own.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not thorough"
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal

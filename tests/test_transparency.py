@@ -37,7 +37,8 @@ MODULES: list[type[Base]] = [Mlp, Convolution, Recurrent, Tied, Frozen, Masked, 
 # Data parallel and the balanced split
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(9)
+@pytest.mark.few_cases(8)
 @pytest.mark.parametrize(("make", "parallelize", "chunks"), pairwise(MODULES, ["step", "forward"], CHUNKS))
 def test_shares_of_a_batch_equal_one_device(make: type[Base], parallelize: Any, chunks: list[int]) -> None:
     if make is Frozen:  # its step calls no forward
@@ -53,7 +54,7 @@ def test_accumulated_and_clipped_shares_equal_one_device(make: type[Base], optio
     assert_same_run(on_one_device(make, **OPTIONS[options]), train(make, strategy, 3, **OPTIONS[options]))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("devices", [1, 3, 13])
 def test_data_parallel_equals_one_device(devices: int) -> None:
     assert_same_run(on_one_device(Recurrent), train(Recurrent, "dp", devices))

@@ -1,4 +1,4 @@
-"""The quick tests, and one command for each feature, with each combination of Python and torch that is promised.
+"""The tests but the slow ones, and one command for each feature, with each promised combination of Python and torch.
 
 python -m benchmarks.versions                           all rows, about a quarter of an hour each
 python -m benchmarks.versions py3.12-torch2.11.0        one row
@@ -131,7 +131,7 @@ def _run_commands(folder: Path, outcome: Outcome) -> None:
 
 
 def _run_tests(folder: Path, outcome: Outcome, tests: Sequence[str], processes: int, seconds: float) -> None:
-    """Run the quick tests, whose lines go to a log and whose result comes from pytest's report."""
+    """Run the tests but the slow ones, whose lines go to a log and whose result comes from pytest's report."""
     report = folder / "tests.xml"
     report.unlink(missing_ok=True)
     options = ["-n", str(processes), "--dist", "worksteal"] if processes else []

@@ -140,7 +140,7 @@ def test_an_answer_that_needs_no_torch_imports_none(project, arguments, code):
     assert done.stderr.splitlines()[-1] == ""
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", [("--help",), pytest.param(("fit", "--help"), marks=pytest.mark.slow)])
 def test_a_reader_that_ends_ends_the_command_silently(project, arguments):
     """`equipoise fit --help | head -1`: the rest of the output has no reader."""

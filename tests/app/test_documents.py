@@ -39,7 +39,7 @@ def test_the_first_module_the_callback_and_a_pipeline(tmp_path, monkeypatch, cap
     assert "train_loss" in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.whole_package
 def test_the_project_in_the_documentation(tmp_path, equipoise, monkeypatch):
     monkeypatch.chdir(tmp_path)

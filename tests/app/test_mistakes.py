@@ -138,7 +138,8 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(27)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(("line", "what", "way_out"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
 def test_one_message(project, equipoise, line, what, way_out):
     write(
@@ -175,7 +176,7 @@ def test_one_message(project, equipoise, line, what, way_out):
     assert not list(project.glob("outputs/*/*/checkpoints"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "line",
     [
@@ -237,7 +238,7 @@ def test_a_configuration_without_ours(project, equipoise):
     assert "put equipoise first in its defaults list" in err
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("callbacks", ["[1]", "1", "{x: 1}"])
 def test_callbacks_that_are_no_mapping_to_targets(project, equipoise, callbacks):
     write(project, {"conf/experiment/listed.yaml": f"# @package _global_\ncallbacks: {callbacks}\n"})
@@ -274,7 +275,7 @@ def test_what_needs_processes_is_refused_where_none_can_be_started(project, equi
     assert not (project / "outputs").exists()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
@@ -290,7 +291,7 @@ def test_a_key_that_nothing_reads(project, equipoise, override, hint):
     assert hint in err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_key_that_another_refers_to(project, equipoise):
     write(project, {"conf/speed/fast.yaml": "# @package _global_\nmodule: {lr: 0.9}\n"})
     for overrides in (
@@ -320,7 +321,7 @@ LOADER = """
     """
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("value", ["batch_size=0", "batch_size=-3", "num_workers=-1"])
 def test_a_loader_that_torch_refuses(project, equipoise, value):
     write(project, {"tiny/sized.py": LOADER})

@@ -156,7 +156,7 @@ def test_no_test_step_is_said_not_raised(project, equipoise):
         assert equipoise("fit", "test=true")[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_evaluating_a_checkpoint(project, equipoise):
     equipoise("fit", "trainer.max_epochs=3")
     trained = rows(only_run(project))[-1]
@@ -188,7 +188,7 @@ def test_fresh_weights_are_announced(project, equipoise):
     assert "ckpt_path is null" not in equipoise("test", "ckpt_path=last")[2]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_last_resumes_where_the_newest_run_ended(project, equipoise):
     equipoise("fit", "seed=0", "trainer.max_epochs=4")
     whole = torch.load(next((newest_run(project) / "checkpoints").iterdir()), weights_only=True)
@@ -199,7 +199,7 @@ def test_last_resumes_where_the_newest_run_ended(project, equipoise):
     torch.testing.assert_close(resumed["state_dict"], whole["state_dict"], rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.whole_package
 def test_a_resumed_run_keeps_its_best(project, equipoise, caplog):
     """Table, record, test and `ckpt_path=best` of a run in another folder mean the same file."""
@@ -224,7 +224,7 @@ def test_a_resumed_run_keeps_its_best(project, equipoise, caplog):
     assert f"Restoring states from the checkpoint path at {best}" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_smoke_test_is_no_run_to_go_on_from(project, equipoise, caplog):
     equipoise("fit")
     (trained,) = (only_run(project) / "checkpoints").iterdir()
@@ -238,7 +238,7 @@ def test_a_smoke_test_is_no_run_to_go_on_from(project, equipoise, caplog):
         assert str(trained.relative_to(project)) in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sweep_is_passed_over_aloud(project, equipoise):
     equipoise("fit", "module.lr=0.1,0.2", "--multirun")
     job = next(project.glob("multirun/*/*/1/checkpoints/*")).relative_to(project)
@@ -250,7 +250,7 @@ def test_a_sweep_is_passed_over_aloud(project, equipoise):
     assert "  module.lr: 0.2 -> 0.1\n" in err
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("choice", ["last", "best"])
 def test_a_fit_goes_on_from_nothing_only_where_it_is_started_again(project, equipoise, monkeypatch, choice):
     code, _, err = equipoise("fit", f"ckpt_path={choice}")
@@ -286,7 +286,7 @@ def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(proje
     assert steps[0] == steps[1] != []
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -339,7 +339,7 @@ def test_a_sweep_has_a_folder_for_each_job(project, equipoise):
         assert f"{float(row['val_loss']):#.4g}" in table
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sweep_shows_what_failed_beside_what_ran(project, equipoise):
     code, out, err = equipoise("fit", "trainer.limit_train_batches=1,-2", "--multirun", "seed=0")
     assert code == 2
@@ -474,7 +474,7 @@ def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog):
         assert actual == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.whole_package
 @pytest.mark.parametrize(
     ("override", "told"),
@@ -505,7 +505,7 @@ def elsewhere():
     files.pseudo_dirs[:] = [""]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.whole_package
 def test_a_run_elsewhere(project, equipoise, elsewhere):
     """All files of a run, its continuation, its evaluation and its predictions."""

@@ -100,7 +100,7 @@ def test_refused_in_several_processes(
     assert sorted(path.name for path in project.iterdir()) == ["conf", "tiny"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_independent_processes_have_runs_of_their_own(
     project: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def test_the_best_shares_of_known_devices(benchmark: ModuleType) -> None:
     assert pair.seconds(40) == pytest.approx(0.005)  # the other device is left out, its base included
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_the_command(benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(benchmark, "PAIRS", benchmark.PAIRS[:1]):

@@ -107,7 +107,7 @@ def test_a_second_run_continues(trial: dict[str, ModuleType], tmp_path: Path) ->
     assert all(row["ended"] for row in exported.read(records).values())
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

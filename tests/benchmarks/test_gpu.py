@@ -44,7 +44,8 @@ def rows_of(number: int, path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.slow
+@pytest.mark.quick_cases(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [number for number in ON_A_CPU if number not in LONG])
 def test_items_on_a_cpu(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

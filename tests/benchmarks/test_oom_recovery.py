@@ -20,7 +20,8 @@ def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("oom_recovery", "cases", "main")
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(3))
 def test_a_sample(part: int, scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn anew each time; the number of the first case is printed."""
@@ -29,7 +30,7 @@ def test_a_sample(part: int, scripts_of_it: dict[str, ModuleType], capsys: pytes
     assert code == 0, capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sample_on_several_processes(
     scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,7 +59,7 @@ def apart(outcome: Any) -> None:
     outcome.equal = False
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("spoil", [off, one_lost, another_step, drawn, apart])
 def test_what_is_wrong_is_noticed(
     spoil: Callable[[Any], None], scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]

@@ -25,7 +25,8 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("overhead", *MODULES)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore")  # of Lightning, Accelerate and Ignite, about loaders, terminals and folders
 @pytest.mark.parametrize("load", LOADS)
 def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, ModuleType]) -> None:
@@ -159,7 +160,7 @@ def test_a_missing_framework_is_named(benchmark: dict[str, ModuleType], monkeypa
 # With OOMRecovery
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_recovery_changes_nothing(benchmark: dict[str, ModuleType]) -> None:
     armed, workload = benchmark["armed"], benchmark["workload"]

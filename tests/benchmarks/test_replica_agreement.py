@@ -18,7 +18,7 @@ def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("replica_agreement", "base", "planted", "healthy", "costs", "main")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [QUICK, pytest.param(1000, marks=pytest.mark.slow)], ids=["sample", "all"])
 def test_programs(count: int, scripts_of_it: dict[str, ModuleType], tmp_path: Path) -> None:
     """Drawn anew each time; the seed is printed."""

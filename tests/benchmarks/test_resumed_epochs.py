@@ -18,7 +18,7 @@ for name in sys.argv[2:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [("CountedAfterSteps", "Accumulation"), ("StreamThatCounts", "MadeAtTheEpochsStart")])
 def test_killed_programs_end_as_undisturbed_ones(names: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAMPLE, str(tmp_path), *names]

@@ -7,7 +7,7 @@ from benchmarks.steps_by_hand.main import PROGRAMS, STRATEGIES, cell, on_one_dev
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("program", "strategy", "expected"),
     [

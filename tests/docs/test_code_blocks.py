@@ -68,7 +68,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.few_cases(8)
 @pytest.mark.parametrize("page", cases())
 def test_blocks(page: Path, page_folder: Path, environment: dict[str, str]) -> None:
     shell = Shell(page_folder)

@@ -32,7 +32,7 @@ def test_it_tells_two_kinds_of_documentation_apart(empty_folder, equipoise):
     assert logged(empty_folder, "val_accuracy")[-1] > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_head_alone(empty_folder, equipoise):
     out = fit(equipoise, "module.head_only=true", *QUICK)
     # Two linear layers: 64 * 64 + 64 and 64 * 2 + 2.

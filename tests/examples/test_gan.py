@@ -11,7 +11,7 @@ CONF = Path(__file__).parents[2] / "examples" / "gan" / "conf"
 QUICK = ("module.channels=2", "trainer.enable_progress_bar=false", "~callbacks.memory_logger")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.whole_package
 def test_digits(equipoise, tmp_path, monkeypatch):
     monkeypatch.chdir(CONF.parent)

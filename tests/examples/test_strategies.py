@@ -5,7 +5,8 @@ import csv
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "choice",
     [

@@ -108,7 +108,8 @@ CASES = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(6)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
 def test_gradients_in_hooks_are_those_of_one_device(strategy: str, kind: type[Net]) -> None:
     assert_equal(on_one_device(kind), weights(kind, STRATEGIES[strategy](), 2), 1e-12)
@@ -146,7 +147,8 @@ class Reads(Net):
         self.norms = [float(parameter.grad.norm()) for parameter in self.parameters()]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [

@@ -87,7 +87,8 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: getattr(strategy, "name", strategy))
 def test_gradients_of_a_part_of_the_batch_are_refused_in_a_step(strategy: Any) -> None:
     for kind in (Tasks, Accumulated):

@@ -1,4 +1,4 @@
-"""Tests with many cases: `make test` runs a few cases of such a test, `.ci/run` runs all."""
+"""Tests with many cases: `make test` runs a few cases of such a test, other versions more, `.ci/run` runs all."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,24 @@ __all__ = ["cases_of_tests", "mark_further_cases", "name_of_test", "spread"]
 def mark_further_cases(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of tests with `@pytest.mark.quick_cases(count)` as slow, except as many, evenly spread.
 
+    Of those that are not slow, `@pytest.mark.few_cases(count)` marks all as thorough, except as many.
+
     Args:
         items: All collected cases, in their order.
     """
-    marked = [item for item in items if item.get_closest_marker("quick_cases") is not None]
+    _mark(items, "quick_cases", pytest.mark.slow)
+    _mark([item for item in items if item.get_closest_marker("slow") is None], "few_cases", pytest.mark.thorough)
+
+
+def _mark(items: Sequence[pytest.Item], name: str, further: pytest.MarkDecorator) -> None:
+    marked = [item for item in items if item.get_closest_marker(name) is not None]
     for cases in cases_of_tests(marked).values():
-        marker = cases[0].get_closest_marker("quick_cases")
+        marker = cases[0].get_closest_marker(name)
         assert marker is not None
-        quick = spread(len(cases), *marker.args)
+        chosen = spread(len(cases), *marker.args)
         for index, case in enumerate(cases):
-            if index not in quick:
-                case.add_marker(pytest.mark.slow)
+            if index not in chosen:
+                case.add_marker(further)
 
 
 def name_of_test(item: pytest.Item) -> str:

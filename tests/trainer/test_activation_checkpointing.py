@@ -91,7 +91,8 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_weights_with_checkpointed_activations_are_the_same_to_the_bit(name: str) -> None:
     """Dropout included: both runs draw the same random numbers."""
@@ -127,7 +128,8 @@ class Written(Deep):
         self.net = nn.Sequential(nn.Linear(6, 8), *(Counted(file, norm(8)) for _ in range(4)))
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_a_pipeline_over_processes_computes_twice_where_its_stages_lie(norm: type[nn.Module], tmp_path: Path) -> None:
     """As one device within rounding, if samples are not coupled; running means are updated once."""
@@ -167,7 +169,7 @@ class Lbfgs(Deep):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -82,7 +82,8 @@ def run_under(cls: Any, folder: Path, *, automatic: bool = True, **options: Any)
     return found
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_layout_of_a_checkpoint_is_lightnings(name: str, tmp_path: Path) -> None:
     """Every entry, every counter, to the bit; what is ours beside that stands under a key of its own."""

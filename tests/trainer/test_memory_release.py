@@ -222,7 +222,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_end_with_the_run(persistent: bool) -> None:
     before, during = children(), []

@@ -67,7 +67,7 @@ def test_a_strategy_without_members_is_refused(tmp_path):
         trainer.test(Classifier(), FewDigitsDataModule())
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_student_s_loss(trained, temperature):
     trainer, _, data, path = trained

@@ -23,7 +23,7 @@ def texts():
 SETTINGS = {"vocab_size": 20, "dim": 8, "hidden_dim": 16, "n_layers": 1, "n_heads": 2, "pad_token_id": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_text_has_one_kind(texts):
     assert len({text for text, _ in texts}) == len(texts) > 1000
     assert 0.4 < sum(kind for _, kind in texts) / len(texts) < 0.6

@@ -15,7 +15,7 @@ def asked(equipoise, monkeypatch, line, point=None):
     return out.split()
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.few_cases(9)
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

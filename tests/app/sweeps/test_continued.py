@@ -26,7 +26,7 @@ def epochs(project: Path, job: int) -> list[str]:
     return sorted({row.split(",")[column] for row in rows})
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*ckpt_path")
 def test_each_job_continues_its_own_folder(project, equipoise):
     """A run elsewhere has other values, however new it is."""
@@ -42,7 +42,7 @@ def test_each_job_continues_its_own_folder(project, equipoise):
     assert [epochs(project, job) for job in range(3)] == [["0", "1"]] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_evaluation_of_a_sweep_takes_the_newest_run(project, equipoise):
     assert equipoise("fit", "callbacks=[model_checkpoint]")[0] == 0
     (checkpoint,) = project.glob("outputs/**/*.ckpt")
@@ -50,7 +50,7 @@ def test_an_evaluation_of_a_sweep_takes_the_newest_run(project, equipoise):
     assert {first_checkpoint(project, job) for job in (0, 1)} == {str(checkpoint)}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_launcher_without_our_paths(project, equipoise, tmp_path_factory, monkeypatch):
     instantiate = Plugins.instantiate_launcher
 
@@ -65,7 +65,7 @@ def test_a_launcher_without_our_paths(project, equipoise, tmp_path_factory, monk
     assert code == 0, err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_folder_of_a_refused_job_stays(project, equipoise):
     """A launcher such as submitit logs there after the job."""
     assert equipoise(*SWEEP, "module._target_=tiny.module.Line,tiny.module.Lime")[0] == 2
@@ -86,7 +86,7 @@ class InTurn:
             result.finish(job.run())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_interrupt_ends_the_jobs_that_had_no_end(project, equipoise):
     write(project, {"conf/launcher/in_turn.yaml": f"_target_: {__name__}.InTurn"})
     launcher = ("launcher=in_turn", "hydra/launcher=equipoise")

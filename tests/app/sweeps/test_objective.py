@@ -88,7 +88,7 @@ def test_by_default_it_is_what_the_checkpoint_monitors(seeker, equipoise):
     assert returned(seeker) == pytest.approx(last_values(seeker, "val_loss"), rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_several_objectives_come_as_a_list_and_the_test_after_a_fit_counts(seeker, equipoise):
     names = ("test_loss", "val_loss", "train_loss")
     directions = "hydra.sweeper.direction=[minimize,minimize,minimize]"
@@ -115,7 +115,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(("overrides", "what", "way_out"), REFUSED, ids=[str(overrides) for overrides, _, _ in REFUSED])
 def test_refused_before_the_first_trial(seeker, equipoise, overrides, what, way_out):
     code, _, err = equipoise(*SEEK, *overrides)

@@ -23,7 +23,8 @@ from tests.support.trainer_runs import trainer as quiet
 both_trainers = pytest.mark.parametrize("kind", [Trainer, L.Trainer])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("kind", "inference_mode", "options"),
     [
@@ -72,7 +73,7 @@ def recorded(kind: type[Any], loader: Any, evaluations: list[Any]) -> Any:
     return module.batches, module.state_dict()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("kind", "limit"), [(Trainer, 2), (L.Trainer, None)])
 def test_the_training_loader_with_persistent_workers_can_be_evaluated(kind: type[Any], limit: int | None) -> None:
     """Such a loader has one iterator, which is in use."""

@@ -83,7 +83,8 @@ def fit(evaluations: list[Any], processes: int, epochs: int = 1, count: int = 12
     return module, trainer
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("count", "processes"), [(23, 2), (4, 3), (9, 3)])
 def test_values_are_those_of_one_process(count: int, processes: int) -> None:
     """Batches of five: five over two processes, one and two over three."""
@@ -111,7 +112,7 @@ def test_values_are_those_of_one_process(count: int, processes: int) -> None:
     assert float(trainer.callback_metrics[name]) == pytest.approx(parts.results[0].values["auroc"], rel=1e-6)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("processes", "inference_mode", "more"), [(3, False, {}), (2, True, {"precision": "bf16-mixed"})]
 )
@@ -163,7 +164,7 @@ class Distributed(L.LightningDataModule):
         return DataLoader(data, batch_size=self.batch_size, sampler=DistributedSampler(data, **self.options))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("count", "options", "left_out"),
     [(7, {"seed": 3}, 0), (2, {"shuffle": False}, 0), (7, {"drop_last": True}, 1)],

@@ -102,7 +102,7 @@ def nothing_set_aside() -> Iterator[None]:
 # Readings
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("trainer_type", "phases"), [(Trainer, OURS), (L.Trainer, OURS[1:])])
 def test_every_phase_of_the_chosen_batches_is_read_and_no_sanity_check(trainer_type: Any, phases: list[str]) -> None:
     memory = logged(MemoryLogger(every_n_steps=4), trainer_type=trainer_type, num_sanity_val_steps=2)
@@ -140,7 +140,7 @@ def test_readings_go_to_the_loggers_in_mebibytes(tmp_path: Path) -> None:
     assert any(row["memory/cpu/peak/optimizer_state_MiB"] for row in table)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
 def test_the_progress_bar_shows_the_fullest_device(trainer_type: Any) -> None:
     trainer = fit(MemoryLogger(every_n_steps=2, prog_bar=True), trainer_type=trainer_type)
@@ -216,7 +216,7 @@ def strategy_with(devices: list[str]) -> Any:
 # In detail
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
 def test_the_ledger_of_a_step_in_detail(trainer_type: Any) -> None:
     memory, module = MemoryLogger(detail="modules"), Model()
@@ -233,7 +233,7 @@ def test_the_ledger_of_a_step_in_detail(trainer_type: Any) -> None:
     assert {"layer.0", "layer.1", "layer.3"} <= {holder.module for holder in memory.phases[0].holders}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("trainer_type", "module_type"), [(Trainer, ByHand), (L.Trainer, Model)])
 def test_training_goes_on_as_without_the_logger(trainer_type: Any, module_type: type[Model]) -> None:
     def weights(callbacks: list[Any]) -> list[Tensor]:
@@ -309,7 +309,7 @@ def test_replicas_on_two_devices_are_read() -> None:
     assert memory.compositions[0].device == "cpu"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_readings_of_two_processes_and_their_imbalance(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "logger": logger, "log_every_n_steps": 1}
@@ -325,7 +325,7 @@ def test_readings_of_two_processes_and_their_imbalance(tmp_path: Path) -> None:
 # Growth
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
 def test_a_leak_is_named(trainer_type: Any) -> None:
     message = r"Model\.kept keeps a tensor together with its graph.*test_memory_logger\.py:"
@@ -339,7 +339,7 @@ def test_leaks_are_not_looked_for_without_leaks() -> None:
     assert not memory.leaks
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_leak_of_another_callback_is_named() -> None:
     class Collects(Callback):
         def __init__(self) -> None:
@@ -372,7 +372,7 @@ def test_a_data_set_that_remembers_is_no_leak() -> None:
     assert not memory.leaks
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [1e9, 0.0])
 def test_a_leak_that_begins_later_is_named(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an epoch, if looking once more is worth its time; else it is not looked for."""
@@ -410,7 +410,7 @@ def test_a_graph_from_before_the_run_is_not_taken_for_a_leak_of_it(monkeypatch: 
     assert ["kept" in leak.holder for leak in memory.leaks] == [True]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_set_aside")
 def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, step: int) -> Any:

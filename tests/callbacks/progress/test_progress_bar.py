@@ -99,7 +99,7 @@ class TestScreen:
         assert screens[0] == f"Epoch 1/1  {'─' * 30}   0/10  0:00"
         assert screens[4] == f"Epoch 1/1  {'━' * 12}{'─' * 18}   4/10  1.00 it/s  0:04<0:06  loss 3.000"
 
-    @pytest.mark.quick_cases(1)
+    @pytest.mark.few_cases(1)
     @pytest.mark.parametrize("width", [40, 80, 120])
     def test_nothing_runs_over_the_edge(self, make_terminal: Callable[[int], Terminal], clock: Clock, width: int):
         class Chatty(Small):

@@ -15,7 +15,7 @@ def check(script: str, folder: Path) -> None:
         shell.check(command)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     "script",
     [
@@ -36,7 +36,7 @@ def test_what_works_is_accepted(script: str, page_folder: Path) -> None:
     check(script, page_folder)
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.few_cases(6)
 @pytest.mark.parametrize(
     ("script", "message"),
     [

@@ -126,7 +126,7 @@ def compared(little: Path, equipoise: Any) -> Any:
 # What is measured.
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_the_imbalance_of_gathered_scores(compared: Any) -> None:
     """Under gathered outputs the first device holds all scores, and their loss; elsewhere each device has its part."""
@@ -273,7 +273,7 @@ def test_another_output_device_holds_the_scores(compared: Any) -> None:
 # Wrong input, failures and interrupts.
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.few_cases(6)
 @pytest.mark.usefixtures("without_processes")
 @pytest.mark.parametrize(
     ("arguments", "message"),

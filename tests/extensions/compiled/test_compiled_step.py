@@ -86,7 +86,7 @@ WINDOWS = {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}
 RECOVERED = {"accumulate_grad_batches": 3, "callbacks": lambda: [OOMRecovery()]}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -174,7 +174,8 @@ def replace_weight(module: Network) -> None:
     module.net[4].weight.data = torch.ones_like(module.net[4].weight)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("change", [set_scale, freeze, stop_dropout, add_hook, replace_weight])
 def test_changes_in_the_midst_of_training_are_noticed(lowering: Lowering, change: Callable[[Network], None]) -> None:
     assert_compiled(lowering, callbacks=lambda: [Changes(change)])
@@ -185,7 +186,7 @@ def test_conditions_of_python_code_hold(lowering: Lowering) -> None:
     assert_compiled(lowering, ByNumber, max_epochs=3)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("is_faster", "window"), [(True, 2), (False, 1)])
 def test_auto_compiles_only_where_that_is_faster(
     lowering: Lowering, monkeypatch: pytest.MonkeyPatch, is_faster: bool, window: int
@@ -246,7 +247,7 @@ def test_after_an_error_of_memory_in_the_program_steps_are_computed_in_micro_bat
     assert lowering.calls == 3
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_is_resumed_in_the_midst_of_an_epoch(lowering: Lowering, tmp_path: Path) -> None:
     eager = fit(Network(), accumulate_grad_batches=2)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "compile": True, "enable_checkpointing": True}
@@ -440,7 +441,7 @@ EAGER: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("case", EAGER)
 def test_a_step_that_cannot_be_compiled_stays_eager_with_the_reason(case: str) -> None:

@@ -165,7 +165,7 @@ class TestOperations:
         assert callback.why_not_counted.startswith(reason)
         assert callback.usage.operations == 0
 
-    @pytest.mark.quick_cases(1)
+    @pytest.mark.few_cases(1)
     @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
     def test_processes_that_compute_a_batch_together_are_not_counted(self, strategy: str):
         callback = Efficiency(peak=1e6)

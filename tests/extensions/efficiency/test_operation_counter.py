@@ -65,7 +65,7 @@ def weights_after(module_class: type[Net], callback: Efficiency | None) -> torch
     return torch.cat([each.detach().flatten() for each in module.parameters()])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("module_class", "reason"),
     [

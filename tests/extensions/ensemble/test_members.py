@@ -46,7 +46,8 @@ def seed() -> int:
     return drawn
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("mode", ["together", "one_by_one", "auto"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_members_are_equal_to_runs_of_their_own(program: str, mode: str, seed: int) -> None:
@@ -206,7 +207,8 @@ class PenalisedAtTimes(Classifier):
         return loss
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "module",
     [Steps, Branching, Skipping, Weighing, Penalised, PenalisedAtTimes],
@@ -451,7 +453,8 @@ class BranchingNetwork(Classifier):
     network = ValueBranch
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(6)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -575,7 +578,7 @@ def of_any_size(samples: list[Any]) -> list[torch.Tensor]:
     return [features[kept], labels[kept]]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "options",
     [{"drop_last": True}, {"num_workers": 1}, {"collate_fn": by_number}, {"collate_fn": of_any_size}],
@@ -638,7 +641,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:The val loader shuffles")
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 def test_a_validation_that_shuffles(sampler: Any, seed: int) -> None:
@@ -702,7 +705,8 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(6)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
 def test_loaders_draw_for_each_member_what_they_draw_in_its_own_run(data: Any, seed: int) -> None:
     """Also the numbers of steps, and of validations after the sanity check, depend on it."""
@@ -719,7 +723,7 @@ VALIDATIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("validation", VALIDATIONS.values(), ids=VALIDATIONS)
 def test_validations_draw_for_each_member_what_they_draw_in_its_own_run(validation: Any, seed: int) -> None:
     options: Any = {"validation": validation, "limit_val_batches": 2, "data": in_order}

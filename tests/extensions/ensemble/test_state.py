@@ -88,7 +88,8 @@ def test_predictions_without_a_mean_come_as_a_list(of_logits: Any) -> None:
     assert_equal(expected, first, CLOSE)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("optimizer", "steps", "before", "after"),
     [
@@ -118,7 +119,7 @@ def with_private_generator(seed: int) -> Any:
     return loader(generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("data", "batches"), pairwise([lambda seed: loader(), with_private_generator], [4, 8]))
 def test_files_of_members_are_those_of_runs_of_their_own(data: Any, batches: int, tmp_path: Path) -> None:
     """Within a window and at the end of an epoch; orders come from torch's numbers, or from those of the loader."""
@@ -146,7 +147,7 @@ def with_two_generators(seed: int) -> Any:
     return {"first": with_private_generator(seed), "second": with_private_generator(seed)}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("data", [lambda seed: loader(shuffle=False), with_two_generators], ids=["in order", "two"])
 def test_random_numbers_go_on_in_the_middle_of_an_epoch(data: Any, tmp_path: Path) -> None:
     """In an ensemble, and in the files of its members."""

@@ -56,7 +56,7 @@ def test_virtual_devices_are_equal_on_one_process_and_on_two(tmp_path: Path) -> 
     assert (result.logged_values, result.checkpoints) == (8, 7)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_first_step_that_differs_is_named(first: Path, tmp_path: Path) -> None:
     """The first checkpoint after a change of a weight shows the weight, and the next step the loss."""
     second = run(tmp_path, Trainer, Nudge(2, 1e-6))

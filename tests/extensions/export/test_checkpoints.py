@@ -112,7 +112,7 @@ def test_a_folder_in_shards_is_exported(ranks: int, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == files
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_a_large_tensor_is_read_in_pieces(form: str, tmp_path: Path) -> None:
     value = torch.arange(5 * 2**20, dtype=torch.float64).reshape(-1, 4)

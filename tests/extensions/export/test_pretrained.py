@@ -74,7 +74,7 @@ def command(*arguments: Any) -> int:
     return main(["export", *map(str, arguments)])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("files", [1, 2])
 def test_a_model_of_transformers(files: int, tmp_path: Path) -> None:
     module = trained(tmp_path)
@@ -117,7 +117,7 @@ def test_another_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("callbacks", [[], [AdapterCheckpoints()]], ids=["all weights", "adapters alone"])
 def test_adapters_of_peft(callbacks: Any, tmp_path: Path) -> None:
     module = trained(tmp_path, callbacks, rank=2)

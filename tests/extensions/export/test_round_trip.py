@@ -25,7 +25,7 @@ def identities(state: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.quick_cases(23)
+@pytest.mark.few_cases(23)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_modules_are_read_back_to_the_bit(seed: int, tmp_path: Path) -> None:
     print(f"seed {seed}")

@@ -224,7 +224,7 @@ def covering() -> list[Any]:
     return listed
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("processes", "replicas", "names"), covering())
 def test_training_in_shards_equals_that_of_one_device(processes: int, replicas: int, names: list[str]) -> None:
     expected = {name: partial(on_one_device, name) for name in names}

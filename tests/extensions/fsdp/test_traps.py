@@ -216,7 +216,7 @@ RUNS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_steps_without_a_loss_and_idle_processes_have_the_numbers_of_one_device() -> None:
     """A process whose step returns None takes part with gradients of zero, though its values are not finite."""
     assert_same_in_processes(2, RUNS, {name: partial(run, fsdp(), 2) for name, run in RUNS.items()})

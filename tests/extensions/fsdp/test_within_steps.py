@@ -332,7 +332,7 @@ def trained(name: str, epochs: int, units: str = "", processes: int = 1) -> dict
     return {**weights_of(module), **trainer.callback_metrics}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("units", "processes", "epochs"),
     [
@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_changes_that_differ_between_processes_or_parameters_that_come_and_go_are_refused() -> None:
     runs = {name: partial(fit, kind, fsdp(), 2, count=48) for name, (kind, _) in REFUSED.items()}
     assert_refused_in_processes(2, runs, {name: words for name, (_, words) in REFUSED.items()})
@@ -445,7 +445,7 @@ MORE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_computes_more_than_others_is_refused_in_all_of_them() -> None:
     cases = [(place, more, {}) for place in ("before", "within", "after") for more in MORE]
     cases += [("before", "backward", {"units": []}), ("after", "forward", {"units": []})]

@@ -104,7 +104,8 @@ def keep_in_class(model: Model, loss: Tensor, step: int) -> None:
     Model.seen[step] = loss
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("keep", "holder"),
     [
@@ -147,7 +148,7 @@ def test_leaks_into_tensors_that_were_there_before_training() -> None:
         assert [leak.holder for leak in run(keep, model=model)] == [holder]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_leak_into_a_container_is_told_once() -> None:
     def pairs(model: Model, loss: Tensor, step: int) -> None:
         model.losses.append({"step": step, "loss": loss})  # type: ignore[arg-type]
@@ -337,7 +338,7 @@ def sawtooth(model: Model, loss: Tensor, step: int) -> None:
 HABITS = [last, ring, detached, numbers, average, rare, sawtooth]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("set_aside")
 def test_healthy_habits_are_left_in_peace() -> None:
     """Each habit keeps tensors, but no growing graph."""

@@ -34,7 +34,8 @@ def names_of(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "optimizer", "settings"), CASES, ids=names_of)
 def test_peaks_of_real_steps_are_predicted(name: str, optimizer: str, settings: StepSettings) -> None:
     found = trace_step(lambda: module_of(name, optimizer), example_of(name), settings)
@@ -52,7 +53,7 @@ def test_peaks_of_real_steps_are_predicted(name: str, optimizer: str, settings: 
         assert sum(predicted.parts.values()) == pytest.approx(predicted.nbytes, abs=10)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_largest_batch_is_right_to_the_sample() -> None:
     """The memory of this step grows with the square of the batch."""
     settings = StepSettings()

@@ -37,7 +37,8 @@ def test_the_planned_peak_of_quantised_layers_is_the_measured_one(kind: str, pre
     assert found.facts.parameters < 0.6 * whole.facts.parameters
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["fp8-true", "fp8", "fp8-rowwise"])
 def test_the_planned_peak_of_products_in_float8_is_the_measured_one(precision: str) -> None:
     pytest.importorskip("torchao")

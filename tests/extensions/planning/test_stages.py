@@ -130,7 +130,7 @@ def test_every_replica_has_the_same() -> None:
     assert planned.loads[:2] == planned.loads[2:]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("device", "momentary"), [("cpu", 2 * 8 * 8 * 4), ("cuda", 2 * (8 * 8 + 8) * 4)])
 def test_the_memory_that_an_optimiser_needs_for_a_moment(device: str, momentary: int) -> None:
     """One parameter after the other needs as much as the largest of the stage, and all together as much as all."""

@@ -105,7 +105,7 @@ def test_an_error_names_its_line() -> None:
     assert reason_of(caught.value).startswith(f"{HERE}:")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_loop_over_the_samples_is_predicted_for_every_size() -> None:
     def step(module: Any, batch: Tensor) -> Tensor:
         losses = [module.layer(sample).square().mean() for sample in batch]
@@ -146,7 +146,7 @@ def test_optimisation_by_hand_is_predicted() -> None:
     assert peak.parts["parameter"] == 42 * 4
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("chosen", [None, False])
 def test_optimisers_of_gpus_step_all_parameters_together(chosen: bool | None) -> None:
     class Deep(Plain):

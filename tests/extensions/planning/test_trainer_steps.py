@@ -43,7 +43,7 @@ def planned(name: str, strategy: Any, devices: int, **options: Any) -> int:
     return plan.devices[0].peak.nbytes
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

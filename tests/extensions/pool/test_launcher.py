@@ -133,7 +133,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[overrides[0] for overrides, _ in REFUSED])
 def test_refused_before_the_first_job(project, equipoise, overrides, message):
     code, _, err = equipoise(*POOL, "module.lr=0.1,0.2", *overrides)

@@ -39,7 +39,7 @@ def save(file: Path, *callbacks: Any, module: Any = None, **options: Any) -> QLo
     return trained
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [("nf4", "32-true"), ("nf4", "bf16-true"), ("int8", "64-true"), ("int8", "bf16-true"), ("none", "32-true")],
@@ -120,7 +120,7 @@ class AllStepped(QLoRA):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("steps", [range(4, 9), range(3, 6)], ids=["thawed", "frozen again"])
 def test_a_weight_that_is_trained_meanwhile_stays_in_checkpoints(steps: range, path: Path) -> None:
     callbacks = (AdapterCheckpoints(), Switch(steps))

@@ -18,7 +18,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[arguments[-1] for arguments, _ in REFUSED])
 def test_what_the_launcher_cannot_do_is_refused_in_one_message(project, equipoise, arguments, message):
     code, _, err = equipoise(*arguments)

@@ -79,7 +79,7 @@ def assert_same_training(expected: Any, actual: Any) -> None:
     assert_equal(*outcomes)
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.few_cases(7)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_and_optimizer_states_are_those_of_the_usual_step(optimizer: str) -> None:
     usual, module = fit(Module(optimizer)), fit(Module(optimizer), step_in_backward=True)
@@ -113,7 +113,7 @@ class LoadsAnOptimizerState(Callback):
                 group["lr"] *= 0.01
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -137,7 +137,7 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("program", PLANTED, ids=lambda program: program.__name__)
 def test_a_planted_limit_is_named(clock: Clock, tmp_path: Path, program: Program) -> None:
     limit = program(clock, tmp_path).limit

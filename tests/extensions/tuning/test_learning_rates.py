@@ -60,7 +60,7 @@ def data(shuffle: bool = False) -> DataLoader[Any]:
     return DataLoader(TensorDataset(features, targets), batch_size=8, shuffle=shuffle, generator=generator)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     "settings",
     [

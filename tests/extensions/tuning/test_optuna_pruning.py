@@ -93,7 +93,7 @@ def test_all_processes_end_after_the_validation_that_prunes(devices, tmp_path, p
     assert [path.read_text() for path in tmp_path.glob("epochs_*")] == ["0 1 2 "] * len(devices)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @DEVICES
 def test_a_trial_that_is_not_pruned_stays_with_its_callback(devices, tmp_path):
     trial, module = Trial(), Scalar(tmp_path)

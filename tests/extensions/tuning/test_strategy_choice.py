@@ -116,7 +116,7 @@ def test_ddp_where_a_step_fits(room: Any, told: list[str], prediction: MemoryPre
     assert line.startswith('strategy="auto" is ddp: a batch of 8 is predicted to fit on each of 2 devices')
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_another_strategy_where_a_step_does_not_fit(room: Any, told: list[str], prediction: MemoryPrediction) -> None:
     """The fit has the numbers of one that names the strategy."""
     room(peak_under(prediction, FSDPStrategy()))

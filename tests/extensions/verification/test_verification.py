@@ -218,7 +218,7 @@ class Scaling(Perceptron):
         return super().loss(batch) * (1 + 2**-20 * self.global_rank)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("module", "options", "texts"),
     [

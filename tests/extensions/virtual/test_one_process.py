@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_devices_of_one_process_have_the_bits_of_one_device(name: str) -> None:
     kind, options = RUNS[name]

@@ -51,7 +51,7 @@ def plain(epochs: int) -> Net:
     return fit(epochs=epochs)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     ("place", "strategy"),
     [((0, 1), "linear"), ((1, 1), "cos"), ((2, 2), "linear"), ((4, 1), "cos")],
@@ -95,7 +95,7 @@ class ComparesValidated(Callback):
         assert_equal(self.trained, dict(torch.load(self.path)["state_dict"]))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("average", "use_buffers"),
     [
@@ -117,7 +117,7 @@ AT_STEP = partial(EMAWeightAveraging, decay=0.5, update_starting_at_step=6)
 AT_EPOCH = partial(EMAWeightAveraging, decay=0.5, update_every_n_steps=0, update_starting_at_epoch=1)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     ("average", "place"),
     [(AT_STEP, (0, 1)), (AT_STEP, (1, 3)), (AT_EPOCH, (0, 1)), (AT_EPOCH, (2, 2))],

@@ -146,7 +146,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return outcome(tmp_path_factory.mktemp("with"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_without_the_names_of_one_class(
     name: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

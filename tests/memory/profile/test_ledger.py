@@ -37,7 +37,7 @@ def peak_of_allocator(step: Callable[[], None], folder: Path) -> int:
     return most
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("build", "kind"), [(mlp, "momentum"), (convolution, "adamw"), (transformer, "adamw")])
 def test_the_peak_and_what_holds_it_are_those_of_the_allocator(build: Build, kind: str, tmp_path: Path) -> None:
     def step() -> None:

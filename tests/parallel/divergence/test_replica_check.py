@@ -52,7 +52,7 @@ def fit(strategy: Any, change: Callable[[Watched], Any], devices: int = 2, **opt
     run.fit(Watched(change), loader(4 * devices))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", DDP, ids=NAMES)
 def test_a_parameter_is_named_with_ranks_and_the_last_agreement(strategy: Any) -> None:
     change = of_rank(1, lambda module: module.layer.bias.add_(1e-3), step=6)
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_not_written_of_replicas_that_differ(tmp_path: Any) -> N
     assert {path.name for path in tmp_path.iterdir()} == {"0.ckpt", "1.ckpt", "2.ckpt"}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [(DDPStrategy(engine="native"), {}), (FSDPStrategy(), {}), ("ddp", {"limit_train_batches": 1})],
@@ -117,7 +117,7 @@ class Apart(DDPStrategy):
         return None
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", [*DDP, FSDPStrategy(replicas=2), Apart()], ids=[*NAMES, "replicas", "apart"])
 def test_statistics_that_may_differ_between_processes_are_no_error(strategy: Any) -> None:
     """Statistics of samples, numbers that a process draws, and what a strategy of the user's keeps apart."""

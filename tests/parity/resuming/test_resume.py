@@ -142,7 +142,8 @@ class Runs:
         return self.folder / f"{saver}-saves"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("plan", SCENARIOS, ids=str)
 def test_a_resumed_run_equals_an_uninterrupted_one_and_lightnings(plan: Scenario, tmp_path: Path) -> None:
     """In hooks, tables, metrics and the counters of the loops."""

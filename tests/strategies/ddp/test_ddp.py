@@ -23,7 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 # Networks and options
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("make", [Mlp, Recurrent, Tied, Masked, MaskedOnTheHost], ids=lambda make: make.__name__)
 def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> None:
@@ -31,7 +32,8 @@ def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> Non
     assert_same_run(on_one_device(make, accumulate_grad_batches=2), train(make, DDPStrategy(engine=engine), 2))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("options", ["accumulated", "clipped", "accumulated and clipped by value"])
 def test_accumulation_and_clipping_are_those_of_one_device(options: str, engine: Any) -> None:
@@ -117,7 +119,8 @@ KINDS = [
 ]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(8)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("kind", "engine"), [(kind, ("torch", "native")[(i + j) % 2]) for j in (0, 1) for i, kind in enumerate(KINDS)]
 )
@@ -166,7 +169,7 @@ class OnADevice(SkipsAStep):
         return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": keep.sum()}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("skipped", "masked"), [((2, 3), 9), ((1, 4), 2)])
 def test_a_total_weight_that_the_host_can_know_without_the_device(skipped: tuple[int, ...], masked: int) -> None:
     assert_trains_alike(OnADevice, skipped, masked, count=22)
@@ -198,7 +201,7 @@ class ConstantLoss(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("options", "window"),
     [({}, 1), ({}, 2), ({"engine": "native"}, 2), ({"find_unused_parameters": True}, 1)],
@@ -269,7 +272,8 @@ class StepsInTheBackward(Numbered):
         return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(5)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("kind", "options", "accumulate", "message"),
     [
@@ -297,7 +301,8 @@ def test_unused_parameters_are_left_as_they_are(options: dict[str, Any]) -> None
 # Data
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("count", "processes", "shares"), [(13, 2, None), (13, 3, [3, 1, 2]), (4, 3, [3, 1, 2]), (2, 3, None)]
 )

@@ -89,7 +89,7 @@ def kept_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list
     return files, run.current_epoch
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_that_the_main_process_alone_logs_is_monitored(name: str, kept_alone: Any) -> None:
     files, epochs = kept_alone

@@ -76,7 +76,8 @@ def run(module: Fragile, strategy: Any, devices: int, **options: Any) -> Any:
     return fitted
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("place", "processes"), [("forward", 2), ("backward", 3), ("late", 2), ("late", 3)])
 def test_a_step_done_again_in_parts_has_the_gradients_of_one_device(place: str, processes: int) -> None:
     """Tiny buckets: in the late phase most gradients are with the others already when memory runs out."""
@@ -92,7 +93,8 @@ def test_a_step_done_again_in_parts_has_the_gradients_of_one_device(place: str, 
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("case", range(5))
 def test_any_failures_of_any_processes_leave_the_gradients_of_one_device(case: int) -> None:
     """Drawn anew each time; the seed is printed."""
@@ -135,7 +137,7 @@ class Compared(L.Callback):
         module.told = trainer.strategy.gather_objects(own)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("policy", ["split", "skip"])
 def test_all_processes_know_of_each_event(policy: Any, tmp_path: Path) -> None:
     """By a warning of the process that failed, in `events` and in the report; each event once, also of a second fit."""
@@ -186,7 +188,8 @@ class Talking(Fragile):
 REASON = "All processes communicate in the forward, so one cannot do its step again alone. Take a smaller batch_size"
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("place", "policy", "step"),
     [*pairwise(["first", "forward", "backward", "late"], ["split", "skip"], [0, 1]), ("first", "skip", 0)],

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 # Evaluations and predictions
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("count", "processes"), [(1, 3), (3, 2), (5, 3), (11, 2)])
 def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None:
     module, loader = numbered(), DataLoader(Samples(count), batch_size=2)
@@ -35,7 +36,7 @@ def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None
     assert run.callback_metrics["val_loss"] == pytest.approx(expected["val_loss"])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("count", [1, 9])
 def test_predictions_come_in_the_order_of_the_data(count: int) -> None:
     predicted = trainer("ddp", 3).predict(numbered(), DataLoader(Samples(count), batch_size=2))
@@ -75,7 +76,7 @@ class Collects(L.LightningModule):
         return batch
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.filterwarnings("ignore:The val loader shuffles")
 @pytest.mark.parametrize(("devices", "samples", "shuffle"), [(2, 2, False), (2, 5, True), (3, 4, False)])
 def test_an_evaluation_with_fewer_batches_than_processes_repeats_no_sample(
@@ -113,7 +114,7 @@ class Normalised(Numbered):
         self.means_of_all = self.trainer.strategy.gather_objects(self.net[1].running_mean.tolist())
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 def test_batch_statistics_are_the_same_in_all_processes_and_in_the_module_that_comes_home(engine: Any) -> None:
     module, run, data = numbered(Normalised), trainer(DDPStrategy(engine=engine)), DataLoader(Samples(10), batch_size=3)
@@ -128,7 +129,7 @@ def test_batch_statistics_are_the_same_in_all_processes_and_in_the_module_that_c
 # Logged values
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 def test_a_process_without_a_batch_saves_stops_and_logs_with_the_others(engine: Any, tmp_path: Path) -> None:
     class Logs(Numbered):

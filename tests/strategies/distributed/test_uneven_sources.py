@@ -135,7 +135,8 @@ def run(**options: Any) -> Any:
     return trainer(**{"devices": 2, "max_epochs": 2, "num_sanity_val_steps": 0, **options})
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", True), ("fsdp", False), ("ddp", False)])
 def test_each_process_may_have_a_data_set_of_its_own(strategy: str, share: bool) -> None:
     module = Module()
@@ -193,7 +194,7 @@ class Changing(Dataset[Tensor]):
         return torch.full((1, 3), float(index))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("limit", "read", "steps"), [(0.5, 1, 3), (0.4, 0, 2)])
 def test_a_fraction_as_limit_is_that_of_each_process(limit: float, read: int, steps: int) -> None:
     module = Counting()
@@ -211,7 +212,7 @@ def test_a_data_set_that_changes_between_epochs() -> None:
     assert module.read == fit.global_step == 4 + 2 + 5
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("empty", [0, 1])
 def test_evaluations_in_which_one_process_has_no_batch(empty: int) -> None:
     class OneEmpty(Module):
@@ -230,7 +231,7 @@ def test_evaluations_in_which_one_process_has_no_batch(empty: int) -> None:
     assert torch.equal(torch.cat(fit.predict(module)), torch.cat(trainer().predict(module, data)))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("mode", "steps"), [("max_size_cycle", 6), ("max_size", 6), ("min_size", 4)])
 def test_combined_loaders_end_together_in_all_processes(mode: Any, steps: int) -> None:
     loaders = {"long": DataLoader(torch.rand(11, 3), 2), "short": DataLoader(torch.rand(5, 3), 2)}
@@ -266,7 +267,7 @@ class EndsEarly(Module):
         self.trainer.should_stop = batch_idx == 5
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("strategy", "skips", "steps", "is_stream"), [("ddp", True, 10, True), ("fsdp", False, 6, False)]
 )
@@ -283,7 +284,7 @@ class Saves(L.Callback):
         trainer.save_checkpoint(Path(trainer.default_root_dir, "own.ckpt"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("fires", [True, False])
 def test_a_hook_that_saves_in_one_process_alone_says_so(fires: bool, tmp_path: Path) -> None:
     callback = Saves()
@@ -297,7 +298,7 @@ def test_a_hook_that_saves_in_one_process_alone_says_so(fires: bool, tmp_path: P
             fit.fit(EndsEarly(is_stream=True, skips=True))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("kind", ["sampler", "stream", "stream with workers"])
 def test_processes_draw_one_order_and_other_noise_where_a_source_deals_samples_at_random(kind: str) -> None:
     L.seed_everything(5, verbose=False)

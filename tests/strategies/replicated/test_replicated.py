@@ -48,7 +48,7 @@ def strategy(request: pytest.FixtureRequest) -> tuple[Strategy, int]:
 # Values and outputs
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 def test_values_and_outputs_are_those_of_one_device(any_strategy: tuple[Strategy, int]) -> None:
     one, many = (fitted(Module, of, validates=True, callbacks=[Seen()]) for of in (("single_device", 1), any_strategy))
     expected, actual = one.trainer.callbacks[0], many.trainer.callbacks[0]
@@ -379,7 +379,7 @@ def collected() -> Any:
     return MetricCollection({"c": classwise(), "f": MulticlassF1Score(CLASSES)})
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     ("metric", "name"),
     [

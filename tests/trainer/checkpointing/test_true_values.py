@@ -71,7 +71,8 @@ def weight_in(path: Any) -> Tensor:
     return weight
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("accumulate", "interval", "trigger", "top_k"),
     pairwise(
@@ -250,7 +251,8 @@ def fit(keepers: Keepers, folder: Path, ckpt_path: Path | None = None, **options
     ("keepers", "interval", "accumulate", "source"),
     pairwise([last_first, best_and_last, by_steps], [1.0, 0.5], [1, 3], ["written", "last"]),
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 def test_a_run_that_is_killed_behind_any_write_has_the_same_best_files(
     tmp_path: Path,
     keepers: Keepers,

@@ -154,7 +154,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.few_cases(9)
 @pytest.mark.parametrize("name", LOADERS)
 def test_batches_and_random_numbers_are_those_of_torchs_iteration(name: str) -> None:
     torch.manual_seed(3)

@@ -168,7 +168,7 @@ def of_graphs(numbers: list[float]) -> dict[str, Any]:
     return {"nodes": nodes, "edges": torch.zeros(2, 5), "number": torch.tensor(numbers, dtype=torch.float64).mean()}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("strategy", "devices", "workers"),
     [("single_device", 1, 0), ("single_device", 1, 1), ("ddp", 2, 1), ("virtual", 2, 0)],

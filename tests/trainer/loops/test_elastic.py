@@ -177,7 +177,7 @@ def steps_of(seen: list[tuple[int, int, list[int]]]) -> dict[tuple[int, int], Co
     return steps
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("before", "after", "window", "batch"),
     [
@@ -262,7 +262,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [

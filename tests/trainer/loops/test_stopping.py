@@ -36,7 +36,7 @@ class Follows(Validated):
         self.log("value", self.values[self.current_epoch])
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("at_epoch_end", [False, True])
 @pytest.mark.parametrize(
     ("minimum", "epochs"),

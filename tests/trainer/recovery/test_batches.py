@@ -71,7 +71,8 @@ def fit(module: Pops, *callbacks: Any, **options: Any) -> Any:
     return dict(run.callback_metrics)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("phase", "on", "window"), pairwise(["forward", "backward"], STRATEGIES, [1, 2]))
 def test_weights_are_those_of_whole_batches(phase: str, on: tuple[str, int], window: int) -> None:
     recovery, expected, module = OOMRecovery(grow_after=2), Pops(), Pops(1, phase)

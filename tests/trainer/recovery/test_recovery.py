@@ -50,7 +50,8 @@ def train(
 # Equal to whole batches
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(8)
+@pytest.mark.few_cases(5)
 @pytest.mark.parametrize(
     ("make", "phase", "options"),
     pairwise(
@@ -74,7 +75,8 @@ def test_failures_while_an_accumulation_window_is_done_again(phase: str) -> None
     assert_same_run(on_one_device(Mlp, accumulate_grad_batches=2), train(Mlp, injected, accumulate_grad_batches=2))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("case", range(25))
 def test_any_failures(case: int) -> None:
     """Errors at random steps, in random phases, of random batches; the seed is printed."""

@@ -51,7 +51,7 @@ def memory() -> Iterator[Any]:
     system.store.clear()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("mode", "save_top_k"), [("min", 1), ("max", 3), ("min", 3), ("max", -1)])
 def test_the_best_file_is_that_of_an_undisturbed_run(tmp_path: Path, mode: str, save_top_k: int) -> None:
     seed = random.randrange(10**6)

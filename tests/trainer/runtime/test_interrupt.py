@@ -136,7 +136,7 @@ def check(report: dict[str, Any], error: str) -> None:
     assert report["left"] == []
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("where", ["train", "validation", "callback"])
 def test_ctrl_c(where: str) -> None:
     with running(where) as run:

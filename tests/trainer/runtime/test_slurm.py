@@ -135,7 +135,7 @@ class Job:
         return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tmp_path: Path, tasks: int) -> None:
     expected = undisturbed(tmp_path / "undisturbed", strategy="ddp" if tasks > 1 else "auto", devices=tasks)

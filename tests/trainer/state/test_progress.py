@@ -133,7 +133,8 @@ CASES: dict[str, tuple[type[Validated], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_counters_in_every_hook_are_lightnings(case: str, tmp_path: Path) -> None:
     kind, options = CASES[case]

@@ -49,7 +49,7 @@ def list_a_gpu(only: object = None) -> list[DeviceInfo]:
     return [GPU]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_the_process_has_read_comes_back(built_for_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_list, "list_devices", list_a_gpu)
     (gpu,) = read_devices().devices

@@ -64,7 +64,7 @@ def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         yield folder
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_each_saver_is_measured_beside_the_configured_run(deep: Path, equipoise: Any) -> None:
     code, out, err = equipoise("savings", "--json", "trainer.max_epochs=7")
@@ -166,7 +166,7 @@ def test_ctrl_c_keeps_what_is_done(deep: Path, equipoise: Any, monkeypatch: pyte
     assert row["name"] == "as configured"
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.few_cases(5)
 @pytest.mark.usefixtures("without_processes")
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -122,7 +122,7 @@ class Watched(Counting):
             self.blocks[1].inner.register_forward_hook(lambda *args: self.seen.append(self.global_step))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "devices"), [("single_device", ["cpu"]), ("dp", ["cpu", "cpu"])])
 def test_a_hook_that_is_added_in_the_run_is_called(strategy: str, devices: list[str]) -> None:
     compiled, _ = fit(Watched, strategy, len(devices), count=48, batch_size=STEP, compile=AOT)
@@ -233,7 +233,7 @@ class Wrong(Plain):
         self.blocks = nn.ModuleList(OtherGradient() for _ in range(2))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
@@ -276,7 +276,7 @@ class Looking(Callback):
         pass
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     ("kind", "callbacks", "eager_calls", "reason"),

@@ -54,7 +54,7 @@ def undisturbed(**options: Any) -> dict[str, Any]:
     return weights_of(WAYS["one device"].fit(**options))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("writer", "reader", "epoch", "batch"),
     [

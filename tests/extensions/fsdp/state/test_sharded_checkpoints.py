@@ -48,7 +48,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 # Written by two, read by others.
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_process_writes_its_half_and_nothing_else_is_left(checkpoint: Path) -> None:
     sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
     assert sizes.keys() == {"index.json", "rest.pt", "rank-00000.shards", "rank-00001.shards"}
@@ -95,7 +95,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
 # With Lightning's ModelCheckpoint.
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
 def test_a_model_checkpoint_keeps_the_best_and_the_last(behind: bool, tmp_path: Path) -> None:
     saves = ModelCheckpoint(
@@ -112,7 +112,7 @@ def test_a_model_checkpoint_keeps_the_best_and_the_last(behind: bool, tmp_path: 
     assert_close(weights_of(module), weights_of(one), 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_files_and_folders_take_the_place_of_one_another(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     fit(Net, sharded(), 2, callbacks=[SavesAfter(path, 0)], max_epochs=1, count=12)
@@ -150,7 +150,7 @@ def is_killed() -> None:
     os.kill(os.getpid(), 9)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
 def test_an_error_of_a_process_that_writes_reaches_the_user(behind: bool, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"second\.ckpt' cannot be written: the disk is full. It needs \d"):

@@ -37,7 +37,8 @@ def loader() -> DataLoader[Any]:
 LOOP = {"cut_before": ["net.1", "net.2", "net.3"], "schedule": "interleaved_1f1b"}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("place", "stage", "devices", "plan"),
     [
@@ -70,7 +71,7 @@ class Looking(nn.Module):
         return self.last(hidden)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("engine", "cut"), [("threads", "net.rows"), ("processes", "net.rows"), ("processes", "net.last")]
 )
@@ -84,7 +85,7 @@ def test_an_error_of_torch_names_the_line_of_the_user(engine: Any, cut: str) -> 
     assert "`hidden = hidden + self.rows(indices)`" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("place", "stage"), [("forward", 0), ("backward", 1), ("forward", 2)])
 def test_a_process_that_is_killed_is_named(place: str, stage: int) -> None:
     with pytest.raises(WorkerError, match=f"rank {2 - stage} of 3 was killed by SIGKILL"):
@@ -126,7 +127,7 @@ def test_processes_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check_joined(tmp_path, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_processes_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of torchrun that know of one another, on one."""
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]

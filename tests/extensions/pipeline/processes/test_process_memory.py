@@ -83,7 +83,8 @@ def undisturbed() -> Run:
 PLACES = ["forward", "backward", "evaluation"]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("stage", "place", "engine"), pairwise(range(STAGES), PLACES, ["threads", "processes"]))
 def test_the_device_without_memory_is_named_and_the_batch_cut(stage: int, place: str, engine: str) -> None:
     actual, recovery = run(stage, place, engine=engine)

@@ -113,7 +113,8 @@ def same(one: Run, other: Run, tolerance: float = 0.0) -> None:
     assert other.trainer.scaler.state_dict() == one.trainer.scaler.state_dict() == one.module.scales[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "clip"), [(0, None), (0, 0.05), (2, 0.05), (4, None)])
 def test_a_step_is_skipped_in_all_processes(place: int, clip: float | None) -> None:
     """To the bit like threads, wherever it overflows; stages after that one find nothing wrong by themselves."""
@@ -141,7 +142,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_processes_compute_as_threads_do(case: str) -> None:
     # The gradients of a weight in two stages may be added in another order.
@@ -157,14 +159,14 @@ class RunsOut(nn.Module):
         return pair
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_is_done_again_with_the_scale_that_it_had() -> None:
     recovery = {"callbacks": [OOMRecovery()]}
     direct = run("processes", recovery, last=nn.Identity())
     same(direct, run("processes", recovery, last=RunsOut(), plan={"micro_batches": 2}))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["processes", "threads"])
 def test_the_scale_goes_on_from_a_checkpoint(engine: str, tmp_path: Path) -> None:
     """Written right after the step that was skipped."""

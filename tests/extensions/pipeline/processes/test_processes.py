@@ -71,7 +71,8 @@ class LooksAtTimeline(L.Callback):
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("looped_bfs", 3), ("interleaved_zero_bubble", 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "devices", "micro_batches"), pairwise(SCHEDULES, [2, 3], [1, 5, 13]))
 def test_weights_are_those_of_one_device_with_each_schedule(
     schedule: tuple[str, int], devices: int, micro_batches: int
@@ -82,7 +83,8 @@ def test_weights_are_those_of_one_device_with_each_schedule(
     assert_same(on_one_device(Model, val=(4, 13)), fit(Model, val=(4, 13), callbacks=[looks], **plan))
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
 def test_accumulated_and_clipped_gradients(options: str) -> None:
     """A norm is that of all stages."""
@@ -96,7 +98,7 @@ class Skips(Model):
         return None if (self.current_epoch, batch_idx) in ((0, 2), (1, 0), (1, 1)) else super().training_step(batch, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*returned None")
 def test_batches_that_are_left_out() -> None:
     assert_as_on_one_device(Skips, processes(2), accumulate_grad_batches=2, max_epochs=3, sizes=(11, 11, 3))
@@ -114,7 +116,7 @@ class Itself(BySgd):
         return nn.functional.cross_entropy(self(batch["tokens"], mask=scaled).flatten(0, 1), batch["tokens"].flatten())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_module_that_calls_itself_and_computes_before() -> None:
     run = assert_as_on_one_device(Itself, processes(3), gradient_clip_val=0.1)
     torch.manual_seed(7)
@@ -149,7 +151,7 @@ def counting() -> Task:
     return layers(Counts(), nn.Tanh(), Counts())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "count"),
     [
@@ -169,7 +171,7 @@ def test_buffers_of_all_stages_come_home(make: Any, count: Any) -> None:
 # Evaluations
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", [processes(3), interleaved(2)], ids=["one stage", "two stages"])
 def test_evaluations_are_those_of_one_device(plan: dict[str, Any]) -> None:
     module, data = Model(), DataLoader(Batches(SIZES), batch_size=None)
@@ -199,7 +201,7 @@ class Measured(Model):
         self.log("val", self.metrics["val"], on_epoch=True)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_metrics_ask_no_other_process() -> None:
     one, other = (fit(Measured, val=[4], **plan) for plan in ({}, processes(3)))
     for name in ("mean", "val"):  # metrics compute in float32
@@ -221,7 +223,8 @@ ANYWHERE = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after"), ANYWHERE)
 def test_a_checkpoint_goes_on_anywhere(before: Any, after: Any, tmp_path: Path) -> None:
     """Written in the midst of an epoch and in the midst of a window, by three processes with two stages each."""
@@ -251,7 +254,7 @@ def test_dropout_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 # Changes in the midst of a run
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_parameters_that_are_trained_later() -> None:
     one, other = (fit(Tokens, callbacks=[Unfreezes()], max_epochs=3, **plan) for plan in ({}, processes(3)))
     torch.manual_seed(7)
@@ -287,7 +290,7 @@ class Looks(L.Callback):
             assert (after["net.blocks.0.weight"] == 0.25).all()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_weights_lie_with_their_stages_until_they_are_asked_for() -> None:
     run = fit(Model, callbacks=[Looks()], **processes(2, cut_before=["net.blocks.2"]))
     assert all(torch.isfinite(parameter).all() for parameter in run.module.parameters())
@@ -306,7 +309,7 @@ class Heavy(nn.Module):
         return self.norm(value)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*memory")
 def test_a_step_that_does_not_fit_in_another_process_is_done_again() -> None:
     def make(fails: bool) -> Task:
@@ -365,7 +368,7 @@ class Keeping(Model):
         pass
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -401,7 +404,8 @@ def reads_gradients(module: Any) -> None:
 OF_GRADIENTS = r"gradient of .* was read.* lies in another process.*engine='threads'"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("hook", "act", "message"),
     [

@@ -51,7 +51,7 @@ def fit_tokens(plan: dict[str, Any], count: int, replicas: int = 2, **options: A
 ALONE: dict[str, Any] = {"devices": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stages", "count", "options"),
     [
@@ -161,7 +161,7 @@ def fit_alone(make: Callable[[], L.LightningModule], data: Tensor, batches: Any,
     return Run(module, [], trainer)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_replica_without_a_loss_in_its_first_window() -> None:
     """In float16, where the first loss of a process would prepare the scaler of its losses."""
     data = values(16).float()
@@ -190,7 +190,7 @@ def test_replicas_that_use_other_layers() -> None:
     assert_equal(alone.module.net, every.module.net, 1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*returned None for every batch")
 def test_replicas_that_leave_out_their_batch() -> None:
     """The first replica skips all batches, so only the second cuts the network."""
@@ -231,7 +231,7 @@ class Normalised(Branching):
         self.seen.append(self.trainer.strategy.gather_objects(buffers))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("evaluations", [1, 0])
 def test_buffers_of_replicas_are_the_same_after_training_and_before_an_evaluation(evaluations: int) -> None:
     plan = pipeline(cut_before=["net.2"], micro_batches=2)
@@ -330,7 +330,7 @@ def shift_bias(module: Differing) -> None:
     module.net[2].bias.add_(1e-9)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("change", "step", "message"),
     [
@@ -352,7 +352,7 @@ def test_a_buffer_of_a_worker_that_one_replica_has_changed() -> None:
         fit_differing(lambda module: None, divided())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_checkpoint_is_not_written_of_replicas_that_differ(tmp_path: Path) -> None:
     options = {"callbacks": [EachStep(tmp_path)]}
     with pytest.raises(StepError, match=r"net\.2\.bias .*after optimiser step 2; this is step 3,"):
@@ -369,7 +369,8 @@ def fit_faulty(place: str, how: Callable[[], None], stage: int) -> None:
     fit(lambda: Faulty(place, how, stage), plan, TensorDataset(torch.randn(16, 3)), 2, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "stage"), [("forward", 0), ("backward", 2), ("backward", 0), ("validation", 2)])
 def test_an_error_in_a_stage_ends_all_replicas(place: str, stage: int) -> None:
     with pytest.raises(Mistake, match="on purpose"):
@@ -377,7 +378,8 @@ def test_an_error_in_a_stage_ends_all_replicas(place: str, stage: int) -> None:
     nobody_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_process_that_is_killed_is_named(stage: int) -> None:
     with pytest.raises(WorkerError, match=r"rank \d of 6 was killed by SIGKILL"):

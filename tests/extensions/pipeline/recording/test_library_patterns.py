@@ -53,7 +53,7 @@ def causal_mask(self: Block, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("pattern", [positions, loops_over_sizes, checks_the_dtype, causal_mask])
 def test_sizes_and_kinds_are_answered_truly(pattern):
     """Another size is another trace."""
@@ -265,7 +265,7 @@ STAYS_WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("case", STAYS_WHOLE)
 def test_submodules_whose_calls_would_not_do_the_same_again_stay_whole(case):
     make, reason = STAYS_WHOLE[case]
@@ -325,7 +325,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_recorded_calls_hold_for_other_values(pattern):
     network = block(pattern)
@@ -412,7 +412,7 @@ def translates(self: Any, source: Tensor, lengths: Tensor, target: Tensor) -> An
     return decoded, encoded
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("total_length", [None, 9])
 def test_packed_sequences_of_other_lengths(total_length):
     encoder, decoder = (nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))

@@ -35,7 +35,7 @@ def most_held(schedule: Schedule, device: int, devices: int, micro_batches: int,
     return min(every, full.get(schedule, every))
 
 
-@pytest.mark.quick_cases(83)
+@pytest.mark.few_cases(83)
 @pytest.mark.parametrize(("schedule", "each"), PLANS)
 @pytest.mark.parametrize(
     ("devices", "micro_batches"),

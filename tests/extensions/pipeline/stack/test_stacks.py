@@ -87,7 +87,8 @@ class Module(Task):
 CUT = {"cut_before": ["net.layers.2"]}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("threads", [False, True])
 def test_gradients_are_those_of_one_device(schedule: str, threads: bool) -> None:
@@ -113,7 +114,7 @@ class Checkpointed(Network):
         return checkpoint(partial(layer, mask=mask), hidden, use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("cut_before", [None, ["net.layers.2", "net.layers.4"]])
 def test_layers_with_activation_checkpointing(cut_before: list[str] | None) -> None:
     assert_as_on_one_device(
@@ -310,7 +311,7 @@ class KeepsList(Network):
         return super().forward(value) * self.means[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [

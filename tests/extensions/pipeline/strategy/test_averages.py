@@ -150,7 +150,8 @@ def assert_same(expected: dict[str, Any], actual: dict[str, Any], epochs: int = 
     assert_equal(expected["values"][-epochs:], actual["values"][-epochs:], 1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_is_that_of_one_device(name: str, engine: str) -> None:

@@ -48,7 +48,8 @@ def state_of(run: Run) -> Any:
     return run.trainer.connected_strategy.portable.strategy_state()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("before", "after", "accumulate"),
     [
@@ -68,7 +69,7 @@ def test_a_run_goes_on_elsewhere_in_the_midst_of_an_epoch(before, after, accumul
     assert_equal(whole.module, again.module, 1e-11)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_cuts_go_from_any_schedule_to_any_other(tmp_path):
     """The same number of stages, so the cut is kept: on four devices, and on two with two stages each."""
     path = tmp_path / "saved.ckpt"

@@ -83,7 +83,8 @@ LOOP = {"cut_before": ["net.2", "net.3", "net.4"], "schedule": "interleaved_1f1b
 PLANS: list[tuple[int, dict[str, Any]]] = [(3, {}), (2, LOOP)]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(5)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("stage", "phase", "error", "threads", "plan"),
     pairwise([0, 1, 2], ["forward", "backward"], ERRORS, [None, True], PLANS),
@@ -170,7 +171,8 @@ def test_a_failed_attempt_keeps_no_tensor_alive():
 # Out of memory
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("stage", "phase", "threads", "plan"), pairwise([0, 1, 2], ["forward", "backward"], [None, True], PLANS)
 )

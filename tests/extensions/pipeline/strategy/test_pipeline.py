@@ -43,7 +43,8 @@ PLANS = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(9)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("plan", "micro_batches", "threads"), pairwise(PLANS, [1, 2, 5, 13], [None, True]))
 def test_gradients_are_those_of_one_device_with_each_schedule(plan, micro_batches, threads):
     """Tied weights, skips, containers between stages, masked tokens, batches of fewer samples than micro-batches."""
@@ -78,7 +79,8 @@ NETWORKS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(6)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
 def test_networks_of_all_kinds_are_cut_automatically(make):
     assert_as_on_one_device(make, pipelined(2, Copying, micro_batches=4))
@@ -87,7 +89,8 @@ def test_networks_of_all_kinds_are_cut_automatically(make):
 DIVISIBLE = [Tied, networks.frozen, networks.trained_before, networks.shared_layer, networks.in_place]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("make", "strategy", "schedule"), pairwise(DIVISIBLE, [PipelineStrategy, Copying], INTERLEAVED)
 )
@@ -95,7 +98,7 @@ def test_several_stages_on_each_device(make, strategy, schedule):
     assert_as_on_one_device(make, pipelined(2, strategy, micro_batches=4, schedule=schedule))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("plan", [pipelined, processes])
 def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(plan):
     cut_before = ["net.layers.1.linear1"]
@@ -108,7 +111,8 @@ def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(plan):
 FOUR_STAGES = {"cut_before": ["net.other", "tanh_2", "tanh_3"], "schedule": "interleaved_1f1b"}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("threads", [None, True])
 @pytest.mark.parametrize(
     ("make", "devices", "options"),
@@ -199,7 +203,7 @@ def test_tensors_that_the_forward_makes_on_the_device_of_its_input():
 # Steps
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
 def test_accumulated_and_clipped_gradients(options):
     assert_as_on_one_device(Tokens, pipelined(3, micro_batches=5, schedule="1f1b"), **OPTIONS[options])
@@ -218,7 +222,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_schedulers(name):
     def make() -> Any:
@@ -324,7 +328,7 @@ def test_mixed_precision(precision):
 # Evaluations
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("plan", [{}, {"schedule": "interleaved_1f1b", "stages_per_device": 3}])
 def test_evaluations_are_those_of_one_device_to_the_bit(plan):
     loader = DataLoader(Batches([5, 3]), batch_size=None)
@@ -377,7 +381,7 @@ class Training(Tokens):
             parameter.grad = before[name]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", [PipelineStrategy, Copying])
 def test_gradients_pass_through_a_forward_outside_of_the_step(strategy):
     run = assert_as_on_one_device(Training, pipelined(3, strategy, micro_batches=2))

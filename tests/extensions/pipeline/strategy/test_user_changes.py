@@ -121,7 +121,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_that_look_at_all_parameters_or_at_the_loss(make_optimizer: Any) -> None:
     def make() -> Model:
@@ -163,7 +163,7 @@ def loaded_states(module: Any) -> None:
     module.optimizers(use_pl_optimizer=False).load_state_dict(fresh.state_dict())
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("hook", "act", "window", "schedule"),
     [
@@ -211,7 +211,7 @@ def hooked(module: Any) -> None:
     module.net[2].register_forward_hook(lambda *args: None)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("act", "engine", "message"),
     [
@@ -230,7 +230,7 @@ def test_layers_that_are_changed_in_a_run_are_refused(act: Any, engine: Any, mes
 # Profiles
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_a_profile_measures_a_batch_as_a_whole(engine: Any, tmp_path: Path) -> None:
     """The steps of micro-batches run in threads of their own, at the same time, and a profiler works in one only."""

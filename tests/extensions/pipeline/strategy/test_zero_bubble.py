@@ -104,7 +104,8 @@ def returns_an_object() -> Task:
     return Task(nn.Sequential(nn.Flatten(), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), last), step)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("threads", [None, True])
 @pytest.mark.parametrize(
     "make", [changes_the_output, hooked, repeating, takes_what_a_layer_has_kept, returns_an_object]
@@ -121,7 +122,7 @@ def test_split_backwards_are_whole_ones_to_the_bit():
     assert_same(fit(dropping, **zero(**cut, schedule="interleaved_1f1b")), split, 0.0)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(precision):
     """A weight that is cast once for several uses."""

@@ -76,7 +76,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "call_bounded", call_here)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_the_plan_as_json_and_its_page(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", "--json", "--html=pages/plan.html", "trainer.devices=[24GiB,12GiB]")
@@ -106,7 +106,7 @@ def test_the_table_of_a_plan(net: Path, equipoise: Any) -> None:
     assert "pipeline: not predicted: a pipeline needs two devices or more, not 1." in out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 @pytest.mark.parametrize("options", [(), ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2")])
 def test_the_planned_peak_is_the_measured_one(net: Path, equipoise: Any, options: tuple[str, ...]) -> None:
@@ -118,7 +118,7 @@ def test_the_planned_peak_is_the_measured_one(net: Path, equipoise: Any, options
     assert device["peak"]["nbytes"] == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_divided_sequences_need_half_of_the_activations(net: Path, equipoise: Any) -> None:
     def planned(*overrides: str) -> Any:
@@ -148,7 +148,7 @@ def test_compiled_and_offloaded_steps_are_predicted_without(net: Path, equipoise
     assert "0.65 to 0.9" in compiled
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_remedies_are_told_if_nothing_fits(net: Path, equipoise: Any) -> None:
     arguments = ("module.width=4096", "trainer.devices=1690MiB", "data.batch_size=128")
@@ -159,7 +159,7 @@ def test_remedies_are_told_if_nothing_fits(net: Path, equipoise: Any) -> None:
     assert "trainer.precision=bf16-mixed" in out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_frozen_weights_in_four_bits_help_if_nothing_fits(net: Path, equipoise: Any) -> None:
     pytest.importorskip("bitsandbytes")
@@ -179,7 +179,7 @@ def test_frozen_weights_in_four_bits_help_if_nothing_fits(net: Path, equipoise: 
     assert any(entry["fits"] for entry in json.loads(out)["strategies"])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_a_step_that_cannot_be_traced_is_measured(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", "--json", "module.reads=true", "trainer.devices=24GiB")
@@ -205,7 +205,7 @@ def test_a_step_of_one_batch_size_has_no_curves(net: Path, equipoise: Any) -> No
     assert "No strategy is predicted with several batch sizes." in (net / "plan.html").read_text()
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.few_cases(4)
 @pytest.mark.usefixtures("without_processes")
 @pytest.mark.parametrize(
     ("arguments", "message"),

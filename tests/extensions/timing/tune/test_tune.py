@@ -59,7 +59,7 @@ def speeds(result: dict[str, Any]) -> dict[str, float]:
     return {row["label"]: median(row["speeds"]) for row in result["rows"] if row["speeds"]}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_workers_are_found_for_slow_data(tuned: Any, project: Path) -> None:
     """Time of workers is not that of the process: what remains is the forward."""
     result = tuned("data.seconds=3.0", LONG)
@@ -83,7 +83,7 @@ def test_a_change_that_the_configuration_cannot_express_is_left_to_the_user(proj
     assert "data.num_workers" not in out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_frequent_validation_is_made_rarer(tuned: Any) -> None:
     """Trials are whole periods: 4 steps of a second and a validation of 4; every 36 steps the latter takes a tenth."""
     result = tuned(*VALIDATED, "--seconds=700")
@@ -94,7 +94,7 @@ def test_frequent_validation_is_made_rarer(tuned: Any) -> None:
     assert result["steps"] % 48 == 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_remedy_that_takes_too_long_is_not_measured(tuned: Any) -> None:
     """It needs two epochs, which do not fit; the others are measured."""
     result = tuned(*VALIDATED, "--seconds=350")
@@ -107,7 +107,7 @@ def test_a_remedy_that_takes_too_long_is_not_measured(tuned: Any) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_callback_acts_less_often(tuned: Any) -> None:
     often = "+callbacks.often={_target_:tuned.module.Often,seconds:3.0,every_n_steps:1}"
     result = tuned(often, "trainer.limit_train_batches=20", LONG)
@@ -158,7 +158,7 @@ def test_arguments_that_are_refused(project: Path, equipoise: Any, arguments: li
     assert not (project / "outputs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_apply_runs_what_was_found(project: Path, equipoise: Any) -> None:
     code, out, _ = equipoise("tune", "data.seconds=3.0", "trainer.max_epochs=1", "--apply", LONG)
     assert code == 0

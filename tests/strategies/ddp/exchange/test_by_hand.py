@@ -32,7 +32,7 @@ def weights_of(make: type[ByHand], strategy: Any, processes: int, count: int, ba
 IN_THREE_PROCESSES = ("plain", "assigned", "penalty", "sharpness", "unused", "Limited", "Adversaries", "Truncated")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "processes"), [(name, 3 if name in IN_THREE_PROCESSES else 2) for name in PROGRAMS])
 def test_gradients_by_any_function_are_those_of_one_device(name: str, processes: int) -> None:
     """Though the last batch is uneven."""
@@ -42,7 +42,7 @@ def test_gradients_by_any_function_are_those_of_one_device(name: str, processes:
     assert_equal(one, weights_of(PROGRAMS[name], "ddp", processes, count, 3), 1e-12)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", ["plain", "clipped", "penalty", "sharpness", "Limited"])
 def test_a_process_counts_as_much_as_it_has_samples(name: str) -> None:
     one = weights_of(PROGRAMS[name], "single_device", 1, 16, 6)
@@ -149,7 +149,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
 def test_processes_that_differ_are_refused(step: Any) -> None:
     make = type(step.__name__, (ByHand,), {"training_step": step})

@@ -39,7 +39,7 @@ def fitted(strategy: Any, devices: int = 2) -> Any:
     return module
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     "strategy",
     [

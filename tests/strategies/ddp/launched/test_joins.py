@@ -11,7 +11,7 @@ from tests.strategies.programs import start_script, torchrun, wait_for
 from tests.support.ports import unused_port
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("said", [{"strategy": "ddp", "devices": 2, "num_nodes": 1}, {}], ids=["said", "auto"])
 def test_torchrun_starts_the_processes(tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--standalone", "--nproc-per-node", "2"]

@@ -14,7 +14,8 @@ from tests.strategies.programs import torchrun
 pytestmark = pytest.mark.filterwarnings(r"ignore:`fit\(ckpt_path='last'\)`")
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "accumulate"), [("torch", 1), ("native", 2)])
 def test_a_run_that_was_killed_resumes_as_an_undisturbed_one(engine: Any, accumulate: int, tmp_path: Path) -> None:
     print("seed:", seed := random.SystemRandom().randrange(2**32))

@@ -78,7 +78,7 @@ def described(run: Any) -> list[Any]:
     return [optimizers, configs]
 
 
-@pytest.mark.quick_cases(20)
+@pytest.mark.few_cases(20)
 @pytest.mark.parametrize(
     ("automatic", "name"), [*((True, name) for name in FORMS), *((False, name) for name in BY_HAND)]
 )

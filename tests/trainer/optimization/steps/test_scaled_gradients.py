@@ -86,7 +86,7 @@ DATA = torch.arange(16.0).view(8, 2)
 CASES = pairwise(RIGHT, [torch.optim.SGD, fused], [1, 2])
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(("step", "make", "processes"), CASES)
 def test_scaled_and_plain_gradients_are_unscaled_each_by_its_own(step: Any, make: Any, processes: int) -> None:
     module = type(step.__name__, (Two,), {"gradients": step})(make)
