@@ -175,6 +175,10 @@ def build(values: Mapping[str, Any], key: str, **more: Any) -> Any:
 def _name_keys(error: ConfigurationError, values: Mapping[str, Any], key: str) -> None:
     """Add the keys of the arguments that an error is about, as their names in Python lack the part."""
     text = str(error)
+    # What a message begins with may be an argument of another part, such as the strategy of a trainer.
+    first = re.match(r"(\w+)=", text)
+    if first and first[1] not in values:
+        return
     named = [name for name in values if re.search(rf"\b{re.escape(name)}\b", text) and f"{key}.{name}" not in text]
     if named:
         error.add_note(f"In the configuration: {', '.join(f'{key}.{name}={values[name]}' for name in named)}.")

@@ -224,8 +224,9 @@ def test_the_table_the_csv_file_and_the_page(little: Path, equipoise: Any) -> No
     page = parse((little / "here" / "compare.html").read_text())
     assert page.one("h1").text.startswith("Net")
     assert len(page.all("svg", "bars")) == 2
-    # A bar for each device that was measured, one for each that was predicted, and one for each rate.
-    assert len(page.all("g", "bar")) == (1 + 2 + 2) + (1 + 2) + 3
+    # A bar for each device that was measured and for each rate; a stroke for each device that was predicted.
+    assert len(page.all("g", "bar")) == (1 + 2 + 2) + 3
+    assert len(page.all("line", "expected")) == 1 + 2
 
 
 @pytest.mark.usefixtures("without_processes")
