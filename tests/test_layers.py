@@ -53,7 +53,7 @@ EDGES_BETWEEN_EXTENSIONS: dict[str, set[str]] = {
     "fsdp": {"common", "report"},
     "hogwild": set(),
     "leaks": set(),
-    "logged_images": {"report"},
+    "logged_samples": {"report"},
     "pipeline": {"common"},
     "planning": {"common", "leaks", "quantization"},
     "pool": set(),

@@ -173,6 +173,7 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
         for failure in failures:
             raise failure
     except ConfigurationError:
+        # It is a MisconfigurationException, too, and may have notes.
         raise
     except MisconfigurationException as error:
         raise ConfigurationError(str(error)) from error

@@ -10,9 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 
 from equipoise import __version__
 from equipoise.app.command_line.commands import OWN_COMMANDS, command_named
-from equipoise.app.command_line.quick_check import trainer_arguments
+from equipoise.app.command_line.quick_check import refuse_unknown_keys, trainer_arguments
 from equipoise.app.config.keys import KEYS
 from equipoise.app.help import arguments_in
+from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import names_of_extensions
 
 ROOT = Path(__file__).parents[2]
@@ -31,9 +32,9 @@ def test_help_of_a_command_explains_its_flags(equipoise, command):
     code, out, _ = equipoise(command, "--help")
     assert code == 0
     assert out.startswith(f"equipoise {command} ")
-    flags = command_named(command).flags
-    assert all(flags.values()) if flags else True
-    for flag, meaning in dict(flags).items():
+    flags = dict(command_named(command).flags)
+    assert all(flags.values())
+    for flag, meaning in flags.items():
         assert f"  {flag}" in out
         assert meaning in " ".join(out.split())
 
@@ -153,3 +154,25 @@ def test_a_reader_that_ends_ends_the_command_silently(project, arguments):
             command, stdout=closed, stderr=subprocess.PIPE, text=True, env=environment, timeout=300, check=False
         )
     assert (done.returncode, done.stderr) == (141, "")
+
+
+OWN_TRAINERS = {
+    "config.yaml": "trainer:\n  max_epochs: 1\n  _target_: mine.Trainer\n",
+    "trainer/mine.yaml": "_target_: mine.Trainer\n",
+    "experiment/short.yaml": "# @package _global_\n\ntrainer:\n  _target_: mine.Trainer\n",
+    "other.yaml": "hydra:\n  searchpath:\n    - pkg://mine\n",
+}
+
+
+@pytest.mark.parametrize("file", OWN_TRAINERS)
+def test_keys_of_a_trainer_of_ones_own_are_checked_with_its_class(file, tmp_path):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(OWN_TRAINERS[file])
+    refuse_unknown_keys(["trainer.of_mine=1"], [tmp_path])
+    refuse_unknown_keys(["trainer._target_=mine.Trainer", "trainer.of_mine=1"], [])
+
+
+def test_a_key_that_no_trainer_has_is_refused_at_a_glance(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer:\n  max_epochs: 1\n\nmodule:\n  _target_: mine.Module\n")
+    with pytest.raises(ConfigurationError, match=r"no key 'trainer\.of_mine'"):
+        refuse_unknown_keys(["trainer.of_mine=1"], [tmp_path])

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,8 @@ __all__ = ["refuse_unknown_keys", "trainer_arguments"]
 
 # An override of a value, whose key has one part or several.
 _OVERRIDE = re.compile(r"(\w+)(?:\.(\w+))?[.\w]*=")
+# A class for the trainer, in a file of a configuration.
+_OWN_TRAINER = re.compile(r"^trainer:.*\n(?:[ \t].*\n|\s*\n)*?[ \t]+_target_:", flags=re.MULTILINE)
 
 
 def refuse_unknown_keys(arguments: Sequence[str], folders: Sequence[Path]) -> None:
@@ -34,9 +36,8 @@ def refuse_unknown_keys(arguments: Sequence[str], folders: Sequence[Path]) -> No
             continue
         first, name = match.groups()
         if first == "trainer" and name is not None:
-            # A project may have a trainer of its own.
-            has_own = any((folder / "trainer").exists() for folder in folders)
-            if not has_own and name not in trainer_arguments() and name not in KEYS:
+            is_known = name in trainer_arguments() or name in KEYS
+            if not is_known and not _has_own_trainer(arguments, folders):
                 raise ConfigurationError(unknown_trainer_key(name, trainer_arguments()))
         elif first not in KEYS and not _is_users(first, folders):
             meant = [key for key in meant_keys(first) if not key.startswith(("module.", "data."))]
@@ -58,12 +59,26 @@ def trainer_arguments() -> tuple[str, ...]:
     return ()
 
 
+def _has_own_trainer(arguments: Sequence[str], folders: Sequence[Path]) -> bool:
+    """Return whether the trainer may be of a class of the user's, which has other arguments."""
+    if any(argument.lstrip("+").startswith("trainer._target_=") for argument in arguments):
+        return True
+    return _has_group("trainer", folders) or any(map(_OWN_TRAINER.search, _texts(folders)))
+
+
 def _is_users(key: str, folders: Sequence[Path]) -> bool:
-    """Return whether the user's configurations have a key in their outermost level, or a group of that name."""
+    """Return whether the user's configurations may have a key in their outermost level, or a group of that name."""
+    is_key = re.compile(rf"^{re.escape(key)}\s*:", flags=re.MULTILINE)
+    return _has_group(key, folders) or any(map(is_key.search, _texts(folders)))
+
+
+def _has_group(name: str, folders: Sequence[Path]) -> bool:
+    """Return whether there is a group, or may be one in folders that only Hydra finds."""
+    return any((folder / name).is_dir() for folder in folders) or any("searchpath" in text for text in _texts(folders))
+
+
+def _texts(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the texts of the user's configurations."""
     for folder in folders:
-        if (folder / key).is_dir():
-            return True
         for file in folder.rglob("*.yaml"):
-            if re.search(rf"^{re.escape(key)}\s*:", file.read_text(encoding="utf-8", errors="replace"), flags=re.M):
-                return True
-    return False
+            yield file.read_text(encoding="utf-8", errors="replace")

@@ -55,7 +55,7 @@ def _print(result: RunComparison) -> None:
     # 1. The sentence, and the table of all first differences.
     print_text(result.sentence)
     if result.differences:
-        print_table(_table(result), repeated=1, leaves_out=True)
+        print_table(_table(result), leaves_out=True)
     further = len(result.differences) - _MOST_ROWS
     if further > 0:
         print(f"and {further} more, which --json lists")

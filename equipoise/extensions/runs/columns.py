@@ -12,9 +12,9 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.found import natural
 from equipoise.extensions.runs.run import Run
-from equipoise.formats import format_bytes, format_count, format_duration, format_number
+from equipoise.formats import counted, format_bytes, format_count, format_duration, format_number
 
-__all__ = ["Column", "columns_of", "main_metrics", "newest_first", "sorted_runs"]
+__all__ = ["Column", "best_run", "columns_of", "further_keys", "main_metrics", "newest_first", "sorted_runs"]
 
 Value = float | str | None
 
@@ -97,6 +97,23 @@ def main_metrics(runs: Sequence[Run]) -> list[str]:
         return name not in monitored, _place_of_kind(name), -counts[name]
 
     return sorted(counts, key=position)
+
+
+def best_run(runs: Sequence[Run], metric: str) -> Run | None:
+    """Return the run with the best value of a metric; None if no run has one."""
+    rivals = [run for run in runs if metric in run.metrics and math.isfinite(run.metrics[metric].best)]
+    if not rivals:
+        return None
+    choose = max
+    if rivals[0].metrics[metric].mode == "min":
+        choose = min
+    return choose(rivals, key=lambda run: run.metrics[metric].best)
+
+
+def further_keys(count: int) -> str:
+    """Return the beginning of a sentence about keys that are left out, such as "2 more keys differ"."""
+    verb = "differs" if count == 1 else "differ"
+    return f"{counted(count, 'more key')} {verb}"
 
 
 def _place_of_kind(name: str) -> int:

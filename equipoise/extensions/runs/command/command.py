@@ -16,13 +16,13 @@ from equipoise.app.command import present, read_flags
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.report.run_file.plain_json import as_json
-from equipoise.extensions.runs.columns import columns_of, main_metrics, newest_first, sorted_runs
+from equipoise.extensions.runs.columns import columns_of, further_keys, main_metrics, newest_first, sorted_runs
 from equipoise.extensions.runs.command.page import runs_page
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.found import find_runs, folders_of
 from equipoise.extensions.runs.reading import read_runs
 from equipoise.extensions.runs.run import Run, Unreadable
-from equipoise.formats import counted, format_path, printable
+from equipoise.formats import format_path, printable
 from equipoise.tables.whole_table import print_table, print_text
 
 __all__ = ["page_of_sweep", "show_runs"]
@@ -124,8 +124,7 @@ def _print_table(runs: Sequence[Run], console: Console) -> None:
     print_table(table, console, repeated=2, leaves_out=True)
     further = len(keys) - _MOST_KEYS
     if further > 0:
-        verb = "differs" if further == 1 else "differ"
-        print_text(f"{counted(further, 'more key')} {verb}: --html and --json show all.", console)
+        print_text(f"{further_keys(further)}: --html and --json show all.", console)
 
 
 def _shared_folder(runs: Sequence[Run]) -> PurePath:

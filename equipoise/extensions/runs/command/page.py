@@ -1,6 +1,5 @@
 """The page of `equipoise runs`: the table beside the curves of all runs over each other, and what was run."""
 
-import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,7 +8,7 @@ from urllib.parse import quote
 
 from equipoise.extensions.common.page.markup import Markup, cut, hint, join, section, table, tag
 from equipoise.extensions.common.page.page import html_page, page_header, recommendation_section
-from equipoise.extensions.runs.columns import main_metrics
+from equipoise.extensions.runs.columns import best_run, main_metrics
 from equipoise.extensions.runs.command.curves import curves_section
 from equipoise.extensions.runs.command.parallel import parallel_coordinates
 from equipoise.extensions.runs.command.runs_table import key_to_lines, runs_table
@@ -96,7 +95,7 @@ def _sections_of_runs(runs: Sequence[Run], sweep: PurePath | None, folder: Path)
     metrics = main_metrics(runs)[:_MOST_METRICS]
     best = None
     if sweep is not None and metrics:
-        best = _best_of(runs, metrics[0])
+        best = best_run(runs, metrics[0])
     shown = shown_runs(runs, best)[:_MOST_RUNS]
     if best is not None:
         yield _best_section(best, runs, metrics[0])
@@ -125,17 +124,6 @@ def _sections_of_runs(runs: Sequence[Run], sweep: PurePath | None, folder: Path)
 
 
 # The best job of a sweep.
-
-
-def _best_of(runs: Sequence[Run], metric: str) -> Run | None:
-    """Return the run with the best value of a metric; None if no run has one."""
-    rivals = [run for run in runs if metric in run.metrics and math.isfinite(run.metrics[metric].best)]
-    if not rivals:
-        return None
-    choose = max
-    if rivals[0].metrics[metric].mode == "min":
-        choose = min
-    return choose(rivals, key=lambda run: run.metrics[metric].best)
 
 
 def _best_section(best: Run, runs: Sequence[Run], metric: str) -> Markup:

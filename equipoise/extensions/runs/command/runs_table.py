@@ -1,10 +1,9 @@
 """The table of runs: a line for each, its results first."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from equipoise.extensions.common.page.markup import Markup, cut, hint, join, tag
-from equipoise.extensions.runs.columns import Column, columns_of
+from equipoise.extensions.runs.columns import Column, best_run, columns_of, further_keys
 from equipoise.extensions.runs.command.shown_runs import ShownRun
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.run import Run
@@ -46,7 +45,7 @@ def runs_table(shown: Sequence[ShownRun], links: Sequence[str | None], metrics: 
     element = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="runs")
     yield tag("div", element, class_="scroll")
     if len(keys) > _MOST_KEYS:
-        yield hint(f"{len(keys) - _MOST_KEYS} more keys differ.")
+        yield hint(f"{further_keys(len(keys) - _MOST_KEYS)}.")
 
 
 def key_to_lines(row: ShownRun) -> Markup:
@@ -89,11 +88,11 @@ def _styles(columns: Sequence[Column], beside: Sequence[Column]) -> list[str | N
 
 def _best_value(metric: str, runs: Sequence[Run]) -> float | None:
     """Return the best value of a metric where several runs have one."""
-    metrics = [run.metrics[metric] for run in runs if metric in run.metrics]
-    values = [result.best for result in metrics if math.isfinite(result.best)]
-    if len(values) < 2:
+    best = best_run(runs, metric)
+    others = [run for run in runs if run is not best]
+    if best is None or best_run(others, metric) is None:
         return None
-    return min(values) if metrics[0].mode == "min" else max(values)
+    return best.metrics[metric].best
 
 
 def _first_cells(number: int, row: ShownRun, link: str | None) -> Iterator[Markup]:

@@ -63,7 +63,8 @@ def parse_optimizers(returned: Any, module: LightningModule) -> tuple[list[Optim
     # 1. Optimisers and schedulers, whatever the form.
     if returned is None:
         rank_zero_warn(
-            "`configure_optimizers` returned None: this fit runs without an optimiser. Return the one that it makes."
+            "`configure_optimizers` returned None: this fit runs without an optimiser. If it makes one, it must return"
+            " it."
         )
         returned = NoOptimizer()
     optimizers, schedulers = _parse_form(returned)

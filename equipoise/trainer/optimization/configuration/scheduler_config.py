@@ -32,7 +32,7 @@ def scheduler_config(scheduler: Any, module: LightningModule) -> LRSchedulerConf
     supported = {field.name for field in fields(LRSchedulerConfig)}
     unsupported = entries.keys() - supported
     if unsupported:
-        near = [name for key in unsupported for name in get_close_matches(str(key), supported, n=1)]
+        near = [name for key in sorted(map(str, unsupported)) for name in get_close_matches(key, supported, n=1)]
         hint = f" Did you mean {near[0]!r}?" if near else ""
         rank_zero_warn(
             f"Found unsupported keys in the lr scheduler dict: {unsupported}.{hint}", category=RuntimeWarning

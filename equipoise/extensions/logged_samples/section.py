@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from equipoise.extensions.logged_images.tensorboard_images import logged_samples
+from equipoise.extensions.logged_samples.tensorboard_samples import logged_samples
 from equipoise.extensions.report.page.record import ReportSection
 
 __all__ = ["section"]
@@ -27,8 +27,10 @@ def section(trainer: Any, module: Any) -> ReportSection | None:
     size = 0
     for name, content in logged_samples(trainer):
         if isinstance(content, str):
-            if len(texts) < _MOST_TEXTS:
-                texts.setdefault(name, content[:_LONGEST_TEXT])
+            if len(texts) == _MOST_TEXTS or len(content) > _LONGEST_TEXT:
+                left_out += 1
+            else:
+                texts.setdefault(name, content)
             continue
         if name in images:
             continue

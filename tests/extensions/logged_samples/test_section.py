@@ -1,4 +1,4 @@
-"""Images that a run has logged to TensorBoard, in its report."""
+"""Images and texts that a run has logged to TensorBoard, in its report."""
 
 import base64
 from pathlib import Path
@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from equipoise import Callback, Trainer
-from equipoise.extensions.logged_images import section as section_module
-from equipoise.extensions.logged_images.section import section
+from equipoise.extensions.logged_samples import section as section_module
+from equipoise.extensions.logged_samples.section import section
 from equipoise.extensions.report import ReportSection
 from tests.extensions.report.page.records import page
 from tests.support.callback_runs import Small, loader
@@ -82,6 +82,14 @@ def test_what_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(section_module, "_MOST_BYTES", 1000)
     found = fitted(tmp_path, TensorBoardLogger(tmp_path))
     assert list(found.images) == ["confusion <b>"]
+    assert found.text.endswith("Too many or too large for this page: 1; TensorBoard shows them.")
+
+
+@pytest.mark.parametrize("limit", ["_MOST_TEXTS", "_LONGEST_TEXT"])
+def test_a_text_that_is_left_out_is_counted(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(section_module, limit, 0)
+    found = fitted(tmp_path, TensorBoardLogger(tmp_path))
+    assert found.table == []
     assert found.text.endswith("Too many or too large for this page: 1; TensorBoard shows them.")
 
 
