@@ -38,7 +38,7 @@ MODULES: list[type[Base]] = [Mlp, Convolution, Recurrent, Tied, Frozen, Masked, 
 
 
 @pytest.mark.quick_cases(9)
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(7)
 @pytest.mark.parametrize(("make", "parallelize", "chunks"), pairwise(MODULES, ["step", "forward"], CHUNKS))
 def test_shares_of_a_batch_equal_one_device(make: type[Base], parallelize: Any, chunks: list[int]) -> None:
     if make is Frozen:  # its step calls no forward
@@ -99,6 +99,7 @@ def test_a_whole_batch_that_is_masked_divides_nothing_by_zero() -> None:
         assert_same_run(one, train(make, DataParallelStrategy(), 3, accumulate_grad_batches=2))
 
 
+@pytest.mark.thorough
 @settings(max_examples=8)
 @given(st.data())
 def test_any_shares_of_any_batches_equal_one_device(data: st.DataObject) -> None:

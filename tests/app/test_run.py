@@ -286,7 +286,7 @@ def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(proje
     assert steps[0] == steps[1] != []
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "overrides",
     [

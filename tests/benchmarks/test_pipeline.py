@@ -64,7 +64,7 @@ def test_the_networks_are_what_they_should_be(benchmark: dict[str, ModuleType]) 
     assert torch.allclose(model(tokens)[:, :-1], model(later)[:, :-1], atol=1e-6)  # causal
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("beyond", "to_mean", "best_to_mean", "to_best", "gain", "code"),
     [

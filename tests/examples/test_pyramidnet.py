@@ -45,6 +45,7 @@ def test_from_cifar10_s_files(tmp_path, equipoise):
     assert float(last_test_row()["test_loss"]) < 2.2
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_package
 def test_from_mnist_s_files(tmp_path, equipoise, monkeypatch):
     folder = tmp_path / "data"

@@ -29,6 +29,7 @@ def test_each_text_has_one_kind(texts):
     assert 0.4 < sum(kind for _, kind in texts) / len(texts) < 0.6
 
 
+@pytest.mark.thorough
 def test_batches_are_dictionaries():
     data = DocstringDataModule(vocabulary=200, length=10, batch_size=4)
     data.setup("fit")

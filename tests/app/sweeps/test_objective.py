@@ -82,6 +82,7 @@ def test_a_sweeper_gets_the_value_that_is_named(seeker, equipoise):
     assert len(set(returned(seeker))) == 2
 
 
+@pytest.mark.thorough
 def test_by_default_it_is_what_the_checkpoint_monitors(seeker, equipoise):
     code, _, err = equipoise(*SEEK, *MONITOR)
     assert code == 0, err

@@ -112,7 +112,7 @@ def test_values_are_those_of_one_process(count: int, processes: int) -> None:
     assert float(trainer.callback_metrics[name]) == pytest.approx(parts.results[0].values["auroc"], rel=1e-6)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("processes", "inference_mode", "more"), [(3, False, {}), (2, True, {"precision": "bf16-mixed"})]
 )

@@ -16,7 +16,7 @@ PAGES = sorted(
 )
 
 
-@pytest.mark.few_cases(52)
+@pytest.mark.few_cases(48)
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links(page: Path) -> None:
     assert not broken_links(page)

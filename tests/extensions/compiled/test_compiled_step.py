@@ -175,7 +175,7 @@ def replace_weight(module: Network) -> None:
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [set_scale, freeze, stop_dropout, add_hook, replace_weight])
 def test_changes_in_the_midst_of_training_are_noticed(lowering: Lowering, change: Callable[[Network], None]) -> None:
     assert_compiled(lowering, callbacks=lambda: [Changes(change)])
@@ -186,7 +186,7 @@ def test_conditions_of_python_code_hold(lowering: Lowering) -> None:
     assert_compiled(lowering, ByNumber, max_epochs=3)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("is_faster", "window"), [(True, 2), (False, 1)])
 def test_auto_compiles_only_where_that_is_faster(
     lowering: Lowering, monkeypatch: pytest.MonkeyPatch, is_faster: bool, window: int
@@ -205,6 +205,7 @@ def test_auto_compiles_only_where_that_is_faster(
     assert lowering.calls == expected
 
 
+@pytest.mark.thorough
 def test_shapes_beyond_a_number_stay_eager(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "MOST_VARIANTS", 2)
     sizes = [2, 3, 4] * 4

@@ -232,6 +232,7 @@ def test_tensors_made_in_inference_mode_and_a_weight_that_attention_reads_withou
     assert_same_in_processes(2, expected, sharded)
 
 
+@pytest.mark.thorough
 def test_the_module_is_the_users_again_after_a_run() -> None:
     assert in_processes(2, way_back) == {}
 
@@ -297,6 +298,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_computed_in_shards_is_refused_with_the_reason() -> None:
     runs = {name: partial(fit, kind, fsdp(), 2, **options) for name, (kind, options, _) in REFUSED.items()}
     assert_refused_in_processes(2, runs, {name: words for name, (*_, words) in REFUSED.items()})

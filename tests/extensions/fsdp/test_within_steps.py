@@ -487,6 +487,7 @@ class Pickles(Net):
             )
 
 
+@pytest.mark.thorough
 def test_parameters_are_pickled_and_made_of_others() -> None:
     module, _ = fit(Pickles, fsdp(), 2, max_epochs=1)
     assert type(module.kept[0]) is DTensor

@@ -127,6 +127,7 @@ def test_planted_leaks_are_named_with_their_line(keep: Keep, holder: str) -> Non
     assert leak.line in str(leak)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("set_aside")
 def test_leaks_into_tensors_that_were_there_before_training() -> None:
     """In place, so that a tensor that is older than the watch gets a graph: an attribute, a buffer, a global."""
@@ -246,6 +247,7 @@ def test_of_a_large_container_the_end_is_searched() -> None:
     assert [tensor is loss for tensor in found] == [True, True]  # and nothing of what is passed over
 
 
+@pytest.mark.thorough
 def test_a_forward_hook_that_keeps_activations_is_named() -> None:
     model = Model()
     activations: list[Tensor] = []
@@ -384,6 +386,7 @@ def test_objects_that_somebody_set_aside_stay_there() -> None:
         gc.unfreeze()
 
 
+@pytest.mark.thorough
 def test_files_of_the_user_are_told_from_those_of_packages() -> None:
     assert is_of_user(__file__)
     assert not is_of_user(torch.__file__)

@@ -68,6 +68,7 @@ class Average(Callback):
     copies_weights = True
 
 
+@pytest.mark.thorough
 def test_copies_of_the_weights_lie_where_the_weights_lie() -> None:
     module = module_with_adapters()
     nbytes = sum(parameter.nbytes for parameter in module.parameters())

@@ -120,6 +120,7 @@ def test_nothing_else_notices_the_search() -> None:
     assert searched.drawn == known.drawn
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["dp", "balanced", "pipeline", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_several_devices_find_the_same_curve(strategy: str) -> None:
     """Each of two processes of ddp reads half of a batch, every second sample."""

@@ -109,6 +109,7 @@ DDP = {"strategy": "ddp", "devices": 2}
 FSDP = {"strategy": "fsdp", "devices": 2}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("module", "options", "expected"),
     [

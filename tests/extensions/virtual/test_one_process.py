@@ -92,6 +92,7 @@ def test_each_device_has_a_copy_of_the_module() -> None:
     assert places == [0, 0, 2, 2, 4, 4, 4, 4]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("batches", "continued"),
     [(3, {"one_process": True}), (7, {"one_process": True}), pytest.param(4, {}, marks=pytest.mark.slow)],

@@ -30,6 +30,7 @@ from ..resumption import (
 )
 
 
+@pytest.mark.thorough
 def test_a_plain_loader_resumes_within_an_epoch(tmp_path: Path) -> None:
     """The loader cannot tell its position; Lightning would begin the epoch's data anew."""
     plan = scenario("mid-epoch", "step=2.ckpt", callbacks=every_two_steps, module=with_optimizers(by_step))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("make", [Mlp, Recurrent, Tied, Masked, MaskedOnTheHost], ids=lambda make: make.__name__)
 def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> None:
@@ -120,7 +120,7 @@ KINDS = [
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("kind", "engine"), [(kind, ("torch", "native")[(i + j) % 2]) for j in (0, 1) for i, kind in enumerate(KINDS)]
 )
@@ -227,6 +227,7 @@ class ByHand(Numbered):
         optimizer.step()
 
 
+@pytest.mark.thorough
 def test_manual_optimisation_needs_a_batch_in_every_process() -> None:
     assert_trains_alike(ByHand, count=8)
     with pytest.raises(ConfigurationError, match=r"have 3 and 2 batches.*optimises by hand.*limit_train_batches=2"):
@@ -293,6 +294,7 @@ def test_gradients_that_are_not_exchanged_are_refused(
         fit(kind(), DDPStrategy(**options), accumulate_grad_batches=accumulate)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"engine": "native"}])
 def test_unused_parameters_are_left_as_they_are(options: dict[str, Any]) -> None:
     fit(Unused(), DDPStrategy(**options), count=7)

@@ -41,6 +41,7 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, An
     return {"score": keeper.best_model_score.item(), "best": best, "steps": run.global_step}
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_monitors_a_value_that_differs_between_processes_as_an_undisturbed_one(

@@ -39,6 +39,7 @@ class Remembers(L.Callback):
         self.lock = threading.Lock()  # cannot be sent
 
 
+@pytest.mark.thorough
 def test_the_callers_objects_hold_the_result(tmp_path: Path) -> None:
     module, callback = numbered(), Remembers()
     before = [p.detach().clone() for p in module.parameters()]
@@ -93,6 +94,7 @@ class MadeInTheRun(Numbered):
             self.net = nn.Sequential(self.first(), nn.Linear(4, 3))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "kind",
     [partial(MadeInTheRun, Locked, is_layer=True), partial(MadeInTheRun, nn.Identity, is_layer=False)],

@@ -26,7 +26,7 @@ class Sizes(L.Callback):
         self.sizes.append(len(batch[0]))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["torch", "native"])
 def test_measured_shares_give_a_slow_process_less_and_are_saved(engine: Any, tmp_path: Path) -> None:
     """The second process is slower by far, so it gets less; every sample is seen once, and gradients are exact."""

@@ -352,6 +352,7 @@ class Correlated(Plain):
         self.correlation.reset()
 
 
+@pytest.mark.thorough
 def test_a_metric_that_nobody_can_merge_is_refused_by_fewer_processes(tmp_path: Path) -> None:
     """Each process may take the state of another one, but no process two of them."""
     expected, more = Correlated(), Correlated()

@@ -120,6 +120,7 @@ SHORTER: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", SHORTER)
 def test_a_shorter_loader_begins_anew_in_the_order_of_the_undisturbed_run(name: str, tmp_path: Path) -> None:
     """It does so within an epoch, after steps that have drawn numbers as well."""

@@ -194,6 +194,7 @@ def test_memory_that_stays_short_while_the_state_is_noted_is_an_error(monkeypatc
         train(Noisy, OutOfMemory())
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("batch", [3, 4, 5])

@@ -332,6 +332,7 @@ def test_what_the_sanity_check_changes_comes_back(tmp_path: Path) -> None:
     assert_resumes(run, tmp_path, ["on_train_batch_end"], calls=[1])
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("every", "estimates"), [(0, False), (1, False), (2, True)])
 def test_training_loaders_are_requested_from_the_state_in_which_they_were(
     every: int, estimates: bool, tmp_path: Path

@@ -205,6 +205,7 @@ class Own(Plain):
         self.blocks = nn.ModuleList(OwnBlock() for _ in range(2))
 
 
+@pytest.mark.thorough
 def test_a_comparison_sets_back_what_a_block_changes_in_itself() -> None:
     eager, _ = fit(Own, count=48, max_epochs=1)
     compiled, trainer = fit(Own, count=48, max_epochs=1, compile=AOT)
@@ -233,7 +234,7 @@ class Wrong(Plain):
         self.blocks = nn.ModuleList(OtherGradient() for _ in range(2))
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [

@@ -108,6 +108,7 @@ def test_changes_of_modules_are_conditions(change: Callable[..., Any]) -> None:
         function(X)
 
 
+@pytest.mark.thorough
 def test_functions_with_the_same_code_have_variants_of_their_own() -> None:
     first = CompiledFunction(Steps().compute)
     first.compile(X)

@@ -104,6 +104,7 @@ def is_killed() -> None:
     os.kill(os.getpid(), 9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
 def test_an_earlier_checkpoint_there_survives_a_write_that_fails(behind: bool, tmp_path: Path) -> None:
     url = url_of(tmp_path / "a.ckpt")

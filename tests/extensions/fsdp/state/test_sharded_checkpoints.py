@@ -61,6 +61,7 @@ def test_each_process_writes_its_half_and_nothing_else_is_left(checkpoint: Path)
     assert os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
+@pytest.mark.thorough
 def test_shards_are_merged_into_a_file_with_which_a_run_continues(checkpoint: Path, tmp_path: Path) -> None:
     file = merge_shards(checkpoint, tmp_path / "whole.ckpt")
     content = torch.load(file, weights_only=False)

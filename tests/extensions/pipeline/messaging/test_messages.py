@@ -73,7 +73,7 @@ def exchange(rank: int, *, ahead: bool) -> tuple[list[Any], list[Any], bool]:
     return found[: len(values())], found[len(values()) :], messenger.broken
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("ahead", [False, True])
 def test_messages_arrive_as_they_were_sent(ahead: bool) -> None:
     """Memory for messages is allocated on request or before, and nothing more is waited for."""

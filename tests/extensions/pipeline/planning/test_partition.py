@@ -112,6 +112,7 @@ def test_an_activation_that_is_saved_and_passes_counts_once():
 # Several stages on a device
 
 
+@pytest.mark.thorough
 def test_several_stages_on_a_device_against_all_cuts():
     """Without limits the best; with limits one that fits, wherever one is found, and that is nearly always."""
     seed = random.randrange(2**32)

@@ -478,6 +478,7 @@ def test_named_tuples_whose_constructors_check_pass_from_stage_to_stage():
     assert may["network.gru"]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_transformers_of_torch_are_cut_within_their_layers():
     network = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True, norm_first=True).double()

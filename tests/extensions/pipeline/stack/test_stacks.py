@@ -188,6 +188,7 @@ def whole() -> Module:
     return Module(lambda: written(forward, encoder=Network(8), head=nn.Linear(1, 1)))
 
 
+@pytest.mark.thorough
 def test_a_stack_within_a_module_that_stays_whole(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ def test_stages_that_are_unbalanced(seconds: list[float], opaque: dict[str, str]
 # Runs
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_the_cut_of_its_checkpoint(tmp_path: Path) -> None:
     expected = fit(Module, callbacks=[EachStep(tmp_path)], **pipelined(2))
     resumed = fit(Module, ckpt_path=tmp_path / "step=3.ckpt", **pipelined(2))
@@ -264,6 +266,7 @@ def test_an_error_in_a_layer_names_the_stage(threads: bool) -> None:
     assert "This was stage 1 of the pipeline, on " in "".join(caught.value.__notes__)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*memory")
 def test_a_batch_that_does_not_fit_is_done_again() -> None:
     failures = []

@@ -101,6 +101,7 @@ class Unmasked(Language):
     masks = False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "plan"),
     [

@@ -112,7 +112,7 @@ FOUR_STAGES = {"cut_before": ["net.other", "tanh_2", "tanh_3"], "schedule": "int
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("threads", [None, True])
 @pytest.mark.parametrize(
     ("make", "devices", "options"),
@@ -222,7 +222,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_schedulers(name):
     def make() -> Any:
@@ -245,6 +245,7 @@ class Skipping(Mlp):
         return {"loss": loss, "loss_weight": chosen.sum(), "logits": logits.detach()}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_steps_that_skip_samples(stages):
     """Micro-batches of one sample, most of which are skipped."""

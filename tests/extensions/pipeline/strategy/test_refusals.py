@@ -238,7 +238,7 @@ def refused(make: Any, told: str, error: type[Exception], *, stages: int = 2, si
     return str(caught.value)
 
 
-@pytest.mark.few_cases(17)
+@pytest.mark.few_cases(10)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 @pytest.mark.parametrize("case", NETWORKS)
 def test_networks_and_cuts_that_are_refused(case):

@@ -87,6 +87,7 @@ def check_file(path: Path) -> None:
     assert loaded.net(torch.ones(1, 4)).shape == (1, 1)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("strategy", "devices"),
     [
