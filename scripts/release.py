@@ -2,7 +2,8 @@
 
 python -m scripts.release                what can be checked at any time; the archives lie in dist/
 python -m scripts.release --final        also what holds for a release alone: a date, a tag, no changes that wait
-python -m scripts.release --skip-trial   without the empty environments, which download all dependencies
+python -m scripts.release --trials one   one empty environment: the wheel with the newest torch
+python -m scripts.release --trials none  without empty environments, which download all dependencies
 
 Exits with 1 if something is wrong. What is missing for a release only is a note without --final.
 """
@@ -66,14 +67,14 @@ def notes_of(wheel: Path) -> list[str]:
     return notes
 
 
-def _trials(sdist: Path, wheel: Path) -> list[str]:
+def _trials(sdist: Path, wheel: Path, *, all_of_them: bool) -> list[str]:
     """Return what is wrong in empty environments. An environment is removed before the next one is made."""
     version = version_of(ROOT)
     faults = []
-    for archive, newest in ((wheel, False), (sdist, True)):
+    for archive, newest in ((wheel, False), (sdist, True)) if all_of_them else ((wheel, True),):
         with tempfile.TemporaryDirectory() as folder:
             faults += trial_faults(archive, version, Path(folder), newest=newest)
-    for name in extras():
+    for name in extras() if all_of_them else []:
         with tempfile.TemporaryDirectory() as folder:
             faults += extra_faults(wheel, name, Path(folder))
     return faults
@@ -87,7 +88,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--final", action="store_true", help="what is missing for a release is a fault")
-    parser.add_argument("--skip-trial", action="store_true", help="do not try the archives in empty environments")
+    parser.add_argument(
+        "--trials",
+        choices=("all", "one", "none"),
+        default="all",
+        help="what is tried in empty environments (default: all)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -99,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"built {archive.relative_to(ROOT)}, {archive.stat().st_size / 2**20:.1f} MiB", flush=True)
     faults = faults_of(sdist, wheel)
     notes = notes_of(wheel)
-    if not options.skip_trial:
-        faults += _trials(sdist, wheel)
+    if options.trials != "none":
+        faults += _trials(sdist, wheel, all_of_them=options.trials == "all")
     if options.final:
         faults += notes
         notes = []

@@ -3,6 +3,7 @@
 python -m benchmarks.versions                           all rows, about a quarter of an hour each
 python -m benchmarks.versions py3.12-torch2.11.0        one row
 python -m benchmarks.versions oldest --tests tests/app  a part of the tests
+python -m benchmarks.versions oldest --quick            the tests of `make test`, as in continuous integration
 python -m benchmarks.versions --list                    the rows
 
 Environments lie side by side in .versions/ and are kept. Exits with 1 if a test or a command failed. A row whose
@@ -72,7 +73,9 @@ class Outcome:
         return (versions.get("python", self.row.python), torch, others, *counts, commands)
 
 
-def run_row(row: Row, environments: Path, tests: Sequence[str], processes: int, seconds: float) -> Outcome:
+def run_row(
+    row: Row, environments: Path, tests: Sequence[str], processes: int, seconds: float, *, quick: bool = False
+) -> Outcome:
     """Build the environment of a row, and run the tests and commands in it.
 
     Args:
@@ -81,6 +84,7 @@ def run_row(row: Row, environments: Path, tests: Sequence[str], processes: int, 
         tests: Files or folders of tests; none: all.
         processes: Number of processes of pytest-xdist.
         seconds: Time after which the tests are ended.
+        quick: Leave out tests that take a second or more, as `make test` does. Default: False.
     """
     folder = environments / row.name
     try:
@@ -91,7 +95,7 @@ def run_row(row: Row, environments: Path, tests: Sequence[str], processes: int, 
         return Outcome(row, end=f"not built: {error}")
     outcome = Outcome(row, versions=_versions(folder))
     _run_commands(folder, outcome)
-    _run_tests(folder, outcome, tests, processes, seconds)
+    _run_tests(folder, outcome, tests, processes, seconds, quick=quick)
     return outcome
 
 
@@ -130,12 +134,15 @@ def _run_commands(folder: Path, outcome: Outcome) -> None:
     outcome.failing_commands = tuple(failed)
 
 
-def _run_tests(folder: Path, outcome: Outcome, tests: Sequence[str], processes: int, seconds: float) -> None:
+def _run_tests(
+    folder: Path, outcome: Outcome, tests: Sequence[str], processes: int, seconds: float, *, quick: bool
+) -> None:
     """Run the tests but the slow ones, whose lines go to a log and whose result comes from pytest's report."""
     report = folder / "tests.xml"
     report.unlink(missing_ok=True)
     options = ["-n", str(processes), "--dist", "worksteal"] if processes else []
-    command = [str(python_of(folder)), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
+    chosen = "not slow and not thorough" if quick else "not slow"
+    command = [str(python_of(folder)), "-m", "pytest", "-p", "no:cacheprovider", "-m", chosen]
     command += [*options, f"--junitxml={report}", *tests]
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.monotonic()
@@ -162,6 +169,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("rows", nargs="*", default=promised, help="names of rows (default: all but newest)")
     parser.add_argument("--list", action="store_true", help="print the rows")
     parser.add_argument("--tests", nargs="+", default=[], help="files or folders of tests (default: all)")
+    parser.add_argument("--quick", action="store_true", help="leave out tests that take a second or more")
     parser.add_argument("--processes", type=int, default=2, help="processes of pytest-xdist; 0: without (default: 2)")
     parser.add_argument("--minutes", type=float, default=40.0, help="longest duration of a row's tests (default: 40)")
     parser.add_argument(
@@ -181,7 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = []
     for row in rows_named(options.rows):
         print(f"{row.name}: building its environment, then the commands and tests", flush=True)
-        outcomes.append(run_row(row, environments, options.tests, options.processes, options.minutes * 60))
+        seconds = options.minutes * 60
+        outcomes.append(run_row(row, environments, options.tests, options.processes, seconds, quick=options.quick))
         print(f"{row.name}: {', '.join(outcomes[-1].cells())}", flush=True)
     return _report(outcomes, options.markdown)
 

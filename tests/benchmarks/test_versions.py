@@ -21,8 +21,12 @@ from equipoise.interop.versions import TESTED
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TESTS = """
+import pytest
+
 def test_that_passes(): pass
 def test_that_fails(): assert False
+@pytest.mark.thorough
+def test_that_takes_a_second(): pass
 """
 
 
@@ -82,16 +86,19 @@ def wrapped_environment(folder: Path, row: Row) -> None:
 
 
 @pytest.mark.slow
-def test_what_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("options", "passed"), [([], 2), (["--quick"], 1)])
+def test_what_fails_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], passed: int
+) -> None:
     row = ROWS[0]
     wrapped_environment(tmp_path / "all", row)
     (tmp_path / "test_sample.py").write_text(TESTS)
     arguments = [row.name, "--environments", str(tmp_path / "all"), "--processes", "0", "--tests", str(tmp_path)]
-    assert matrix.main(arguments) == 1
+    assert matrix.main([*arguments, *options]) == 1
     out = capsys.readouterr().out
     assert "test_sample.py::test_that_fails failed" in out
     assert "fsdp failed, see" in out
-    assert out.endswith(f"versions: 1 passed, {1 + len(matrix.FEATURES)} failed, 0 skipped\n")
+    assert out.endswith(f"versions: {passed} passed, {1 + len(matrix.FEATURES)} failed, 0 skipped\n")
 
 
 def test_an_environment_that_cannot_be_had_is_no_failure(
