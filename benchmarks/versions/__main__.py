@@ -84,7 +84,7 @@ def run_row(
         tests: Files or folders of tests; none: all.
         processes: Number of processes of pytest-xdist.
         seconds: Time after which the tests are ended.
-        quick: Leave out tests that take a second or more, as `make test` does. Default: False.
+        quick: Leave out tests that take half a second or more, as `make test` does. Default: False.
     """
     folder = environments / row.name
     try:
@@ -169,7 +169,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("rows", nargs="*", default=promised, help="names of rows (default: all but newest)")
     parser.add_argument("--list", action="store_true", help="print the rows")
     parser.add_argument("--tests", nargs="+", default=[], help="files or folders of tests (default: all)")
-    parser.add_argument("--quick", action="store_true", help="leave out tests that take a second or more")
+    parser.add_argument("--quick", action="store_true", help="leave out tests that take half a second or more")
     parser.add_argument("--processes", type=int, default=2, help="processes of pytest-xdist; 0: without (default: 2)")
     parser.add_argument("--minutes", type=float, default=40.0, help="longest duration of a row's tests (default: 40)")
     parser.add_argument(

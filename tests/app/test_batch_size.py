@@ -47,6 +47,7 @@ def test_a_fit_takes_the_largest_size_that_leaves_steps(sized, equipoise, caplog
     assert "An epoch of 240 samples has 10 steps with batches of 24." in caplog.text
 
 
+@pytest.mark.thorough
 def test_only_a_new_fit_searches(sized, equipoise):
     code, _, err = equipoise("test", "data=sized", "data.batch_size=auto")
     assert code == 2

@@ -20,6 +20,7 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
+@pytest.mark.thorough
 def test_the_first_module_the_callback_and_a_pipeline(tmp_path, monkeypatch, capfd):
     """As pasted; that the module alone prints no warning is shown by tests/docs."""
     monkeypatch.chdir(tmp_path)

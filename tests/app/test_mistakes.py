@@ -176,7 +176,7 @@ def test_one_message(project, equipoise, line, what, way_out):
     assert not list(project.glob("outputs/*/*/checkpoints"))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "line",
     [
@@ -193,6 +193,7 @@ def test_what_is_refused_leaves_no_folder(project, equipoise, line):
     assert sorted(path.name for path in project.iterdir() if path.name != "tiny") == before
 
 
+@pytest.mark.thorough
 def test_what_is_refused_leaves_what_was_in_its_folder(project, equipoise):
     (project / "here").mkdir()
     (project / "here" / "mine.txt").touch()
@@ -200,6 +201,7 @@ def test_what_is_refused_leaves_what_was_in_its_folder(project, equipoise):
     assert [path.name for path in (project / "here").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.thorough
 def test_what_is_refused_never_removes_the_folder_where_it_stands(project, equipoise, monkeypatch):
     (project / "empty").mkdir()
     monkeypatch.chdir(project / "empty")
@@ -222,6 +224,7 @@ def test_so_does_hydras_own_switch(project, equipoise, monkeypatch):
         equipoise("fit", "trainer.max_epoch=3")
 
 
+@pytest.mark.thorough
 def test_a_folder_without_a_primary_configuration(project, equipoise):
     (project / "conf" / "config.yaml").unlink()
     code, _, err = equipoise("fit")
@@ -230,6 +233,7 @@ def test_a_folder_without_a_primary_configuration(project, equipoise):
     assert equipoise("fit", "module=line", "data=points", "trainer.fast_dev_run=true")[0] == 0
 
 
+@pytest.mark.thorough
 def test_a_configuration_without_ours(project, equipoise):
     write(project, {"conf/config.yaml": "defaults: [_self_, module: line]\nseed: 1\n"})
     code, _, err = equipoise("fit")
@@ -238,7 +242,7 @@ def test_a_configuration_without_ours(project, equipoise):
     assert "put equipoise first in its defaults list" in err
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("callbacks", ["[1]", "1", "{x: 1}"])
 def test_callbacks_that_are_no_mapping_to_targets(project, equipoise, callbacks):
     write(project, {"conf/experiment/listed.yaml": f"# @package _global_\ncallbacks: {callbacks}\n"})
@@ -248,6 +252,7 @@ def test_callbacks_that_are_no_mapping_to_targets(project, equipoise, callbacks)
     assert "to build" in err
 
 
+@pytest.mark.thorough
 def test_callbacks_may_be_left_out(project, equipoise):
     write(project, {"conf/experiment/quiet.yaml": "# @package _global_\ncallbacks: {run_summary: null}\n"})
     code, out, _ = equipoise("fit", "experiment=quiet")
@@ -275,7 +280,7 @@ def test_what_needs_processes_is_refused_where_none_can_be_started(project, equi
     assert not (project / "outputs").exists()
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
@@ -321,7 +326,7 @@ LOADER = """
     """
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", ["batch_size=0", "batch_size=-3", "num_workers=-1"])
 def test_a_loader_that_torch_refuses(project, equipoise, value):
     write(project, {"tiny/sized.py": LOADER})

@@ -37,6 +37,7 @@ def rows(run: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if any(row[name] for name in row if not name.startswith(others))]
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_package
 def test_one_folder_holds_everything_and_the_working_directory_stays(project, equipoise):
     code, _, _ = equipoise("fit", "callbacks.memory_logger.leaks=true")
@@ -48,6 +49,7 @@ def test_one_folder_holds_everything_and_the_working_directory_stays(project, eq
     assert {path.name for path in project.iterdir()} == {"conf", "tiny", "outputs"}
 
 
+@pytest.mark.thorough
 def test_the_configuration_is_kept_as_it_was_resolved(project, equipoise):
     equipoise("fit", "module.lr=0.25", "+mine=${module.lr}")
     run = only_run(project)
@@ -59,6 +61,7 @@ def test_the_configuration_is_kept_as_it_was_resolved(project, equipoise):
     assert "${" not in (run / "config.yaml").read_text()
 
 
+@pytest.mark.thorough
 def test_constructors_take_plain_values(project, equipoise, monkeypatch):
     modules = []
     monkeypatch.setattr(Trainer, "fit", lambda self, model, **kwargs: modules.append(model))
@@ -68,6 +71,7 @@ def test_constructors_take_plain_values(project, equipoise, monkeypatch):
     assert not any(OmegaConf.is_config(value) for value in dict(modules[0].hparams).values())
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_package
 def test_overrides_reach_the_trainer(project, equipoise, monkeypatch):
     trainers = []
@@ -93,6 +97,7 @@ def test_overrides_reach_the_trainer(project, equipoise, monkeypatch):
     assert Path(trainer.default_root_dir) == only_run(Path.cwd())
 
 
+@pytest.mark.thorough
 def test_an_evaluation_is_chosen_by_names(project, equipoise, monkeypatch):
     trainers = []
     monkeypatch.setattr(Trainer, "fit", lambda self, model, **kwargs: trainers.append(self))
@@ -108,6 +113,7 @@ def test_an_evaluation_is_chosen_by_names(project, equipoise, monkeypatch):
     assert evaluation.metrics.threshold == 0.3
 
 
+@pytest.mark.thorough
 def test_loggers_write_into_the_folder(project, equipoise):
     equipoise("fit", "logger=[csv,tensorboard]")
     run = only_run(project)
@@ -115,6 +121,7 @@ def test_loggers_write_into_the_folder(project, equipoise):
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
 
 
+@pytest.mark.thorough
 def test_no_logger(project, equipoise):
     assert equipoise("fit", "logger=none")[0] == 0
     assert not (only_run(project) / "metrics.csv").exists()
@@ -130,6 +137,7 @@ def test_the_seed_repeats_a_run(project, equipoise):
     assert values[0] == values[1] != values[2]
 
 
+@pytest.mark.thorough
 def test_the_best_checkpoint_is_tested_after_the_fit(project, equipoise, monkeypatch):
     paths = []
     test = Trainer.test
@@ -143,12 +151,14 @@ def test_the_best_checkpoint_is_tested_after_the_fit(project, equipoise, monkeyp
     assert rows(only_run(project))[-1]["test_loss"]
 
 
+@pytest.mark.thorough
 def test_a_test_without_checkpoints_takes_the_weights_there_are(project, equipoise):
     code, out, _ = equipoise("fit", "test=true", "trainer.fast_dev_run=true")
     assert code == 0
     assert "test_loss" in out
 
 
+@pytest.mark.thorough
 def test_no_test_step_is_said_not_raised(project, equipoise):
     module = project / "tiny" / "module.py"
     module.write_text(module.read_text().replace("test_step", "other_step"))
@@ -169,6 +179,7 @@ def test_evaluating_a_checkpoint(project, equipoise):
     assert float(rows(newest_run(project))[-1]["test_loss"]) == float(trained["val_loss"])
 
 
+@pytest.mark.thorough
 def test_predictions_are_kept_and_their_place_is_printed(project, equipoise):
     code, out, _ = equipoise("predict")
     assert code == 0
@@ -250,7 +261,7 @@ def test_a_sweep_is_passed_over_aloud(project, equipoise):
     assert "  module.lr: 0.2 -> 0.1\n" in err
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", ["last", "best"])
 def test_a_fit_goes_on_from_nothing_only_where_it_is_started_again(project, equipoise, monkeypatch, choice):
     code, _, err = equipoise("fit", f"ckpt_path={choice}")
@@ -277,6 +288,7 @@ def test_last_in_a_folder_named_by_hand(project, equipoise):
     assert not list(run.glob("metrics_*.csv"))
 
 
+@pytest.mark.thorough
 def test_a_run_that_begins_anew_in_a_folder_puts_the_earlier_metrics_aside(project, equipoise):
     equipoise("fit", "hydra.run.dir=here")
     equipoise("fit", "hydra.run.dir=here")
@@ -309,6 +321,7 @@ def test_a_configuration_that_is_refused_leaves_no_run(project, equipoise, overr
     assert {path: path.read_bytes() for path in (project / "here").rglob("*.*") if path.is_file()} == before
 
 
+@pytest.mark.thorough
 def test_an_experiment_changes_groups_and_values(project, equipoise):
     equipoise("fit", "experiment=short")
     names = {path.name for path in (only_run(project) / "checkpoints").iterdir()}
@@ -352,12 +365,14 @@ def test_a_sweep_shows_what_failed_beside_what_ran(project, equipoise):
         assert [row["state"] for row in csv.DictReader(file)] == ["done", "failed"]
 
 
+@pytest.mark.thorough
 def test_two_runs_never_share_a_folder(project, equipoise):
     for _ in range(2):
         equipoise("fit", "trainer.fast_dev_run=true")
     assert len(list(project.glob("outputs/*/*/config.yaml"))) == 2
 
 
+@pytest.mark.thorough
 def test_config_dir_comes_before_the_folder_where_it_stands(project, equipoise):
     (project / "more" / "module").mkdir(parents=True)
     (project / "more" / "module" / "line.yaml").write_text(
@@ -369,6 +384,7 @@ def test_config_dir_comes_before_the_folder_where_it_stands(project, equipoise):
     assert (code, out.strip()) == (0, "8")
 
 
+@pytest.mark.thorough
 def test_targets_beside_a_folder_named_by_config_dir(project, equipoise, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert equipoise("fit", "--config-dir", str(project / "conf"), "trainer.fast_dev_run=true")[0] == 0
@@ -376,6 +392,7 @@ def test_targets_beside_a_folder_named_by_config_dir(project, equipoise, tmp_pat
     assert str(project) not in sys.path
 
 
+@pytest.mark.thorough
 def test_a_hydra_main_of_ones_own(project, monkeypatch):
     import hydra
 
@@ -392,6 +409,7 @@ def test_a_hydra_main_of_ones_own(project, monkeypatch):
     assert yaml.safe_load((only_run(project) / "config.yaml").read_text())["module"]["lr"] == 0.2
 
 
+@pytest.mark.thorough
 def test_an_interrupt_ends_with_130_and_everything_released(project, equipoise):
     module = project / "tiny" / "module.py"
     module.write_text(
@@ -411,6 +429,7 @@ def test_an_interrupt_ends_with_130_and_everything_released(project, equipoise):
     assert equipoise("fit", "trainer.fast_dev_run=true", "trainer.limit_train_batches=1")[0] == 0
 
 
+@pytest.mark.thorough
 def test_an_interrupt_says_how_to_go_on(project, equipoise):
     module = project / "tiny" / "module.py"
     kill = "import os, signal; self.global_step == 3 and os.kill(os.getpid(), signal.SIGINT)\n        loss = (self"
@@ -422,6 +441,7 @@ def test_an_interrupt_says_how_to_go_on(project, equipoise):
     assert f"ckpt_path=last goes on from it: {path.relative_to(project)}" in err
 
 
+@pytest.mark.thorough
 def test_a_mistake_of_the_users_own_keeps_its_traceback(project, equipoise):
     module = project / "tiny" / "module.py"
     module.write_text(module.read_text().replace("return loss", "raise ZeroDivisionError('mine')"))
@@ -474,7 +494,7 @@ def test_the_digits_in_two_stages(tmp_path, equipoise, monkeypatch, caplog):
         assert actual == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.whole_package
 @pytest.mark.parametrize(
     ("override", "told"),
@@ -538,6 +558,7 @@ def test_hydra_writes_here(key, project, equipoise):
     assert {path.name for path in project.iterdir()} == {"conf", "tiny"}
 
 
+@pytest.mark.thorough
 def test_a_launcher_writes_here(project, equipoise):
     code, _, err = equipoise("fit", "launcher=pool", "output_dir=memory://run")
     assert code

@@ -103,7 +103,7 @@ def _check(text: str, width: int) -> None:
     assert "…" not in text
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.thorough
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_widths_and_words(

@@ -61,6 +61,7 @@ def judged(trial: dict[str, ModuleType], make: Callable[[], nn.Module]) -> dict[
     return row
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_exported(trial: dict[str, ModuleType]) -> None:
     row = judged(trial, Layers)
     assert row["any_size"]
@@ -83,6 +84,7 @@ def test_a_model_that_is_refused_trains_by_its_stack(trial: dict[str, ModuleType
     assert "- torch, a, refused: Guard" in line
 
 
+@pytest.mark.thorough
 def test_another_graph_is_noticed(trial: dict[str, ModuleType]) -> None:
     run = trial["torch_export"].Graph.run
     with mock.patch.object(trial["torch_export"].Graph, "run", lambda graph, tensors: 1.001 * run(graph, tensors)):
@@ -107,7 +109,7 @@ def test_a_second_run_continues(trial: dict[str, ModuleType], tmp_path: Path) ->
     assert all(row["ended"] for row in exported.read(records).values())
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

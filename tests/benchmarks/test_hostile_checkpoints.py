@@ -36,6 +36,7 @@ def test_a_sample_of_each_campaign(benchmark: dict[str, ModuleType], tmp_path: P
     assert set(dir(torch.Tensor)) == attributes
 
 
+@pytest.mark.thorough
 def test_the_campaigns_see_code_that_runs(benchmark: dict[str, ModuleType], tmp_path: Path) -> None:
     """Read with weights_only=False, a payload does create the file."""
     attacks, main = benchmark["attacks"], benchmark["main"]

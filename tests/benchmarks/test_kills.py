@@ -103,6 +103,7 @@ main.killed_and_resumed = spoiled
 """
 
 
+@pytest.mark.thorough
 def test_a_program_that_differs_ends_the_campaign_with_an_error() -> None:
     code, written = campaign("--modes", "single", "--cases", "1", change=SPOILED)
     assert code == 1, written

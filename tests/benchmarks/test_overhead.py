@@ -26,7 +26,7 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # of Lightning, Accelerate and Ignite, about loaders, terminals and folders
 @pytest.mark.parametrize("load", LOADS)
 def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, ModuleType]) -> None:

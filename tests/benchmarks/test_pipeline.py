@@ -52,6 +52,7 @@ def test_the_search_tries_everything(benchmark: dict[str, ModuleType]) -> None:
             assert benchmark["cuts"].best_slowest(calls, stages) == pytest.approx(expected)
 
 
+@pytest.mark.thorough
 def test_the_networks_are_what_they_should_be(benchmark: dict[str, ModuleType]) -> None:
     networks = benchmark["networks"]
     assert networks.count(networks.PyramidNet()) == pytest.approx(24e6, rel=0.01)

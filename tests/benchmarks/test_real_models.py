@@ -105,6 +105,7 @@ def test_the_slowest_stage_is_compared_with_the_best_possible(
     assert (bool(row.unbalanced), bool(row.worse), bool(row.wrong)) == (is_unbalanced, is_worse, False)
 
 
+@pytest.mark.thorough
 def test_the_best_cut_and_the_largest_piece(campaign: dict[str, ModuleType]) -> None:
     best_cut = campaign["best_cut"]
     # Between the second call and the third, which take 5 and 2 seconds, no cut is allowed.

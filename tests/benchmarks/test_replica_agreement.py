@@ -35,6 +35,7 @@ def test_programs(count: int, scripts_of_it: dict[str, ModuleType], tmp_path: Pa
             assert not judge(programs[name], folder), name
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_is_noticed(scripts_of_it: dict[str, ModuleType], tmp_path: Path) -> None:
     main, faults = scripts_of_it["main"], scripts_of_it["planted"].FAULTS
     fault = faults["one bit of one element"]

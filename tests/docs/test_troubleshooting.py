@@ -49,7 +49,7 @@ def test_the_page_quotes_messages() -> None:
     assert len(quoted_messages()) > 40
 
 
-@pytest.mark.few_cases(10)
+@pytest.mark.few_cases(2)
 @pytest.mark.whole_package
 @pytest.mark.parametrize("message", quoted_messages())
 def test_a_quoted_message_is_one_of_the_package(message: str) -> None:

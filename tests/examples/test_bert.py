@@ -115,6 +115,7 @@ def test_it_predicts_more_than_frequencies(folder, empty_folder, equipoise):
     assert float(metrics["val_next_accuracy"]) > 0.7
 
 
+@pytest.mark.thorough
 def test_predictions_are_texts(folder, empty_folder, equipoise):
     code, _, err = equipoise(
         *("predict", "--config-dir", str(CONF), "experiment=small", f"data.root={folder}", "data.train_file=train"),

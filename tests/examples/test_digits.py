@@ -40,6 +40,7 @@ def test_the_main_job(empty_folder, equipoise):
     assert float(rows(again)[-1]["test_accuracy"]) == pytest.approx(accuracy, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_predictions_are_digits(empty_folder, equipoise):
     assert equipoise("predict")[0] == 0
     (path,) = empty_folder.glob("outputs/*/*/predictions.pt")

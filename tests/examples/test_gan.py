@@ -25,6 +25,7 @@ def test_digits(equipoise, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.thorough
 def test_mnist(equipoise, tmp_path):
     write_idx(tmp_path / "train-images-idx3-ubyte.gz", torch.randint(256, (70, 28, 28)))
     write_idx(tmp_path / "train-labels-idx1-ubyte", torch.arange(70) % 10)

@@ -46,6 +46,7 @@ def test_from_a_folder_of_idx_files(folder, equipoise):
     assert float(last_row()["test_accuracy"]) > 0.85
 
 
+@pytest.mark.thorough
 def test_the_folder_must_be_named(equipoise):
     code, _, err = equipoise("fit", "--config-dir", str(CONF))
     assert code == 2

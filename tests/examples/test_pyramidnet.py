@@ -62,6 +62,7 @@ def test_from_mnist_s_files(tmp_path, equipoise, monkeypatch):
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.thorough
 def test_a_file_of_another_size(tmp_path, equipoise):
     for name in [f"data_batch_{number}.bin" for number in range(1, 6)]:
         (tmp_path / name).write_bytes(bytes(3072))

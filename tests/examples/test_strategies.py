@@ -31,6 +31,7 @@ def test_digits(empty_folder, equipoise, choice):
     assert accuracy[-1] > 0.9
 
 
+@pytest.mark.thorough
 def test_shares_of_the_wrong_length(empty_folder, equipoise):
     code, _, err = equipoise("fit", "strategy=balanced", "trainer.devices=2", "strategy.shares=[1,3,3]")
     assert code == 2

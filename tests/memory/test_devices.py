@@ -112,6 +112,7 @@ def test_a_reading_of_the_cpu_follows_what_is_held() -> None:
     assert held.peak - read_memory("cpu").peak > 150e6
 
 
+@pytest.mark.thorough
 def test_a_meter_sees_a_peak_and_leaves_that_of_others() -> None:
     reset_peak("cpu")
     before = read_memory("cpu")
@@ -131,6 +132,7 @@ def test_a_meter_sees_a_peak_and_leaves_that_of_others() -> None:
     assert read_memory("cpu").peak - before.allocated < 150e6
 
 
+@pytest.mark.thorough
 def test_a_watch_has_a_peak_of_its_own() -> None:
     reset_peak("cpu")
     first = mapped(300_000_000)
@@ -147,6 +149,7 @@ def test_a_watch_has_a_peak_of_its_own() -> None:
     assert peak_of_process("cpu") >= before.peak
 
 
+@pytest.mark.thorough
 def test_a_peak_where_the_system_cannot_forget_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak after a reset is the largest reading, until the process outgrows its old peak."""
     reset_peak("cpu")

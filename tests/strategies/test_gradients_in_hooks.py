@@ -109,7 +109,7 @@ CASES = [
 
 
 @pytest.mark.quick_cases(6)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
 def test_gradients_in_hooks_are_those_of_one_device(strategy: str, kind: type[Net]) -> None:
     assert_equal(on_one_device(kind), weights(kind, STRATEGIES[strategy](), 2), 1e-12)
@@ -148,7 +148,7 @@ class Reads(Net):
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [

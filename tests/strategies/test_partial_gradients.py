@@ -88,7 +88,7 @@ STRATEGIES = [
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: getattr(strategy, "name", strategy))
 def test_gradients_of_a_part_of_the_batch_are_refused_in_a_step(strategy: Any) -> None:
     for kind in (Tasks, Accumulated):
@@ -97,5 +97,6 @@ def test_gradients_of_a_part_of_the_batch_are_refused_in_a_step(strategy: Any) -
     assert_equal(weights(OfInputs), weights(OfInputs, strategy, 2), 1e-12)
 
 
+@pytest.mark.thorough
 def test_gradients_that_a_step_by_hand_takes_are_those_of_the_whole_batch() -> None:
     assert_equal(weights(Tasks), weights(ByHand, DDPStrategy(), 2), 1e-12)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.imports import imports
 
 SOURCE = """
@@ -18,6 +20,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 def test_every_form_of_import_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "sample.py"
     path.write_text(SOURCE)

@@ -6,6 +6,7 @@ from multiprocessing import get_start_method
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.programs import Program
 
@@ -40,6 +41,7 @@ def test_an_error_is_told_with_its_line(tmp_path: Path) -> None:
     assert complaints.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
+@pytest.mark.thorough
 def test_it_is_killed_with_what_it_has_started() -> None:
     script = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsys.stdin.read()\n"
     with Program(script) as program:
@@ -80,6 +82,7 @@ print([worker.exitcode for worker in workers], "lightning" in sys.modules)
 """
 
 
+@pytest.mark.thorough
 def test_workers_are_forked_by_a_child_of_the_program() -> None:
     """They write where the program writes, and find the variables that the script has set."""
     with Program(READY + WITH_WORKERS, starts_workers=True) as program:
@@ -94,6 +97,7 @@ def test_workers_are_forked_by_a_child_of_the_program() -> None:
     assert rest == f"[0, {-signal.SIGABRT}] True\n"
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_not_used_ends_with_the_program() -> None:
     with Program(READY, starts_workers=True) as program:
         assert program.stdout.readline() == "ready\n"

@@ -40,6 +40,7 @@ def test_batches_are_dictionaries():
     assert len(data.tokenizer) == 200
 
 
+@pytest.mark.thorough
 def test_no_text_is_in_both_parts():
     data = DocstringDataModule(vocabulary=100_000, length=1_000)
     data.setup("fit")
@@ -73,6 +74,7 @@ def test_the_head_trains_alone_if_asked(head_only):
     assert len(group["params"]) == len(has_gradient)
 
 
+@pytest.mark.thorough
 def test_a_saved_tokenizer_is_read(tmp_path):
     data = DocstringDataModule(vocabulary=200)
     data.setup("fit")

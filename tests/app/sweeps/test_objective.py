@@ -75,6 +75,7 @@ def last_values(project, name):
     return values
 
 
+@pytest.mark.thorough
 def test_a_sweeper_gets_the_value_that_is_named(seeker, equipoise):
     code, _, err = equipoise(*SEEK, "objective=train_loss")
     assert code == 0, err
@@ -128,6 +129,7 @@ def test_refused_before_the_first_trial(seeker, equipoise, overrides, what, way_
     assert not (seeker / "multirun").exists()
 
 
+@pytest.mark.thorough
 def test_a_sweep_that_the_configuration_asks_for_is_checked_too(seeker, equipoise):
     code, _, err = equipoise("fit", "hydra.mode=MULTIRUN", "hydra/sweeper=seeker")
     assert code == 2
@@ -135,6 +137,7 @@ def test_a_sweep_that_the_configuration_asks_for_is_checked_too(seeker, equipois
     assert not list(seeker.glob("multirun/**/config.yaml"))
 
 
+@pytest.mark.thorough
 def test_a_name_that_no_trial_logs(seeker, equipoise):
     code, _, err = equipoise(*SEEK, "objective=val_los")
     assert code == 2
@@ -142,6 +145,7 @@ def test_a_name_that_no_trial_logs(seeker, equipoise):
     assert "Traceback" not in err
 
 
+@pytest.mark.thorough
 def test_a_trial_that_ends_in_nan(seeker, equipoise):
     module = seeker / "tiny" / "module.py"
     module.write_text(module.read_text().replace('self.log("val_loss", (', 'self.log("val_loss", float("nan") * ('))

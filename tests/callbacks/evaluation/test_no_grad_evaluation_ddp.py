@@ -84,7 +84,7 @@ def fit(evaluations: list[Any], processes: int, epochs: int = 1, count: int = 12
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("count", "processes"), [(23, 2), (4, 3), (9, 3)])
 def test_values_are_those_of_one_process(count: int, processes: int) -> None:
     """Batches of five: five over two processes, one and two over three."""
@@ -136,6 +136,7 @@ def test_a_process_without_a_batch_in_a_step_takes_part() -> None:
     assert all(result.batches == 3 for result in evaluation.results)
 
 
+@pytest.mark.thorough
 def test_limit_batches_is_that_of_all_processes_together() -> None:
     evaluation = NoGradEvaluation(DataLoader(samples(23), batch_size=2), several(), limit_batches=4, collect=True)
     fit([evaluation], 3)

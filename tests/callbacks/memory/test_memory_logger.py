@@ -102,7 +102,7 @@ def nothing_set_aside() -> Iterator[None]:
 # Readings
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("trainer_type", "phases"), [(Trainer, OURS), (L.Trainer, OURS[1:])])
 def test_every_phase_of_the_chosen_batches_is_read_and_no_sanity_check(trainer_type: Any, phases: list[str]) -> None:
     memory = logged(MemoryLogger(every_n_steps=4), trainer_type=trainer_type, num_sanity_val_steps=2)
@@ -140,7 +140,7 @@ def test_readings_go_to_the_loggers_in_mebibytes(tmp_path: Path) -> None:
     assert any(row["memory/cpu/peak/optimizer_state_MiB"] for row in table)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
 def test_the_progress_bar_shows_the_fullest_device(trainer_type: Any) -> None:
     trainer = fit(MemoryLogger(every_n_steps=2, prog_bar=True), trainer_type=trainer_type)
@@ -154,6 +154,7 @@ def test_evaluations_alone_are_read() -> None:
     assert [point.phase for point in memory.timeline] == ["evaluation"]
 
 
+@pytest.mark.thorough
 def test_long_time_lines_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase_readings, "_MOST_POINTS", 64)
     memory = logged(MemoryLogger(every_n_steps=1), max_epochs=12)
@@ -216,7 +217,7 @@ def strategy_with(devices: list[str]) -> Any:
 # In detail
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
 def test_the_ledger_of_a_step_in_detail(trainer_type: Any) -> None:
     memory, module = MemoryLogger(detail="modules"), Model()
@@ -233,7 +234,7 @@ def test_the_ledger_of_a_step_in_detail(trainer_type: Any) -> None:
     assert {"layer.0", "layer.1", "layer.3"} <= {holder.module for holder in memory.phases[0].holders}
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("trainer_type", "module_type"), [(Trainer, ByHand), (L.Trainer, Model)])
 def test_training_goes_on_as_without_the_logger(trainer_type: Any, module_type: type[Model]) -> None:
     def weights(callbacks: list[Any]) -> list[Tensor]:
@@ -248,6 +249,7 @@ def test_training_goes_on_as_without_the_logger(trainer_type: Any, module_type: 
     assert memory.compositions
 
 
+@pytest.mark.thorough
 def test_a_failure_in_a_step_in_detail_leaves_no_mode() -> None:
     """Both the watch of leaks and the ledger see each operation, and end in the reverse order of their beginning."""
 
@@ -261,11 +263,13 @@ def test_a_failure_in_a_step_in_detail_leaves_no_mode() -> None:
     assert not is_in_torch_dispatch_mode()
 
 
+@pytest.mark.thorough
 def test_an_accumulation_window_is_looked_at_as_a_whole() -> None:
     memory = logged(MemoryLogger(detail="modules", detail_steps=(1,)), accumulate_grad_batches=3)
     assert [composition.phase for composition in memory.phases] == ["forward", "backward", "optimizer step"]
 
 
+@pytest.mark.thorough
 def test_several_steps_leave_the_largest_peak() -> None:
     class Grows(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -276,6 +280,7 @@ def test_several_steps_leave_the_largest_peak() -> None:
     assert [composition.step for composition in memory.compositions] == [5]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_set_aside")
 def test_a_failed_step_leaves_what_it_held() -> None:
     def fails(module: Any, loss: Tensor) -> None:
@@ -325,7 +330,7 @@ def test_readings_of_two_processes_and_their_imbalance(tmp_path: Path) -> None:
 # Growth
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_type", [Trainer, L.Trainer])
 def test_a_leak_is_named(trainer_type: Any) -> None:
     message = r"Model\.kept keeps a tensor together with its graph.*test_memory_logger\.py:"
@@ -433,6 +438,7 @@ def test_several_steps_for_each_batch_are_looked_at_in_detail() -> None:
     assert [composition.step for composition in memory.compositions] == [2]
 
 
+@pytest.mark.thorough
 def test_a_second_fit_begins_anew() -> None:
     memory = logged(MemoryLogger(every_n_steps=5))
     before = len(memory.timeline)

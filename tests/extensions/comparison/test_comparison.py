@@ -177,6 +177,7 @@ def test_variants_of_dp_on_digits(compared: Any) -> None:
         assert row["peaks"]["cpu (0)"] < 0.6 * one["peaks"]["cpu"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_stages_keep_what_is_theirs(compared: Any) -> None:
     """The parameters, gradients and states of a stage lie on its device, and all together are those of one device."""
@@ -198,6 +199,7 @@ def test_virtual_devices_divide_the_batch(compared: Any) -> None:
     assert virtual["distance"] < 1e-2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_the_table_the_csv_file_and_the_page(little: Path, equipoise: Any) -> None:
     code, out, err = equipoise(
@@ -229,6 +231,7 @@ def test_the_table_the_csv_file_and_the_page(little: Path, equipoise: Any) -> No
     assert len(page.all("line", "expected")) == 1 + 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_the_largest_batch_of_each_strategy(compared: Any) -> None:
     one, step = compared("single_device,dp step", "--largest=32", "module.most=12")["rows"]
@@ -238,6 +241,7 @@ def test_the_largest_batch_of_each_strategy(compared: Any) -> None:
     assert step["distance"] < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_one_device_may_be_too_small(compared: Any) -> None:
     """A training that does not fit on one device may fit on two: the comparison shows it."""
@@ -247,6 +251,7 @@ def test_one_device_may_be_too_small(compared: Any) -> None:
     assert step["distance"] is None
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_options_of_the_configured_strategy_are_kept(compared: Any) -> None:
     (row,) = compared("balanced", "strategy=balanced", "strategy.shares=[1,7]")["rows"]
@@ -518,6 +523,7 @@ def test_nothing_is_predicted_if_nothing_runs(little: Path, equipoise: Any) -> N
     assert not [note for note in json.loads(out)["notes"] if "predicted" in note]
 
 
+@pytest.mark.thorough
 def test_a_search_is_no_batch_size(little: Path, equipoise: Any) -> None:
     for command in ("compare", "plan"):
         code, _, err = equipoise(command, "data.batch_size=auto")

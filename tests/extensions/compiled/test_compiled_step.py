@@ -86,7 +86,7 @@ WINDOWS = {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}
 RECOVERED = {"accumulate_grad_batches": 3, "callbacks": lambda: [OOMRecovery()]}
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "options"),
     [

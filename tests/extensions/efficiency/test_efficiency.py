@@ -103,6 +103,7 @@ class TestOperations:
         assert usage.values()["utilisation"] == pytest.approx(usage.operations / usage.seconds / 1e6)
         assert "share of the peak" in trainer.summary_rows
 
+    @pytest.mark.thorough
     def test_two_processes_compute_twice_as_many(self):
         callback = Efficiency(peak=1e6)
         fitted(callback, Net(), loader(64, 4), devices=["cpu", "cpu"], strategy="ddp")
@@ -167,6 +168,7 @@ class TestOperations:
 
     @pytest.mark.few_cases(1)
     @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+    @pytest.mark.thorough
     def test_processes_that_compute_a_batch_together_are_not_counted(self, strategy: str):
         callback = Efficiency(peak=1e6)
         parts = {

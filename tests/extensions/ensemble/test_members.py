@@ -47,7 +47,7 @@ def seed() -> int:
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["together", "one_by_one", "auto"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_members_are_equal_to_runs_of_their_own(program: str, mode: str, seed: int) -> None:
@@ -208,7 +208,7 @@ class PenalisedAtTimes(Classifier):
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "module",
     [Steps, Branching, Skipping, Weighing, Penalised, PenalisedAtTimes],

@@ -147,7 +147,7 @@ def with_two_generators(seed: int) -> Any:
     return {"first": with_private_generator(seed), "second": with_private_generator(seed)}
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("data", [lambda seed: loader(shuffle=False), with_two_generators], ids=["in order", "two"])
 def test_random_numbers_go_on_in_the_middle_of_an_epoch(data: Any, tmp_path: Path) -> None:
     """In an ensemble, and in the files of its members."""

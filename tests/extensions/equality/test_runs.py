@@ -32,6 +32,7 @@ def weight(folder: Path, step: int) -> torch.Tensor:
     return torch.load(path, weights_only=True)["state_dict"]["layers.0.weight"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough
 def test_the_same_run_is_equal_to_the_bit(first: Path, tmp_path: Path) -> None:
     result = compare_runs(first, run(tmp_path))
     assert result.equal
@@ -84,6 +85,7 @@ def test_the_first_step_that_differs_is_named(first: Path, tmp_path: Path) -> No
     assert compare_runs(*names).equal
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_equal_to_an_undisturbed_one(first: Path, tmp_path: Path) -> None:
     """All that resumption promises: weights, optimisers, the position, and rows of the table."""
     run(tmp_path, kill_at=4)

@@ -74,7 +74,7 @@ def command(*arguments: Any) -> int:
     return main(["export", *map(str, arguments)])
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("files", [1, 2])
 def test_a_model_of_transformers(files: int, tmp_path: Path) -> None:
     module = trained(tmp_path)

@@ -105,7 +105,7 @@ def keep_in_class(model: Model, loss: Tensor, step: int) -> None:
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("keep", "holder"),
     [
@@ -257,6 +257,7 @@ def test_a_forward_hook_that_keeps_activations_is_named() -> None:
     assert "a forward hook of model.layer.0" in leak.holder
 
 
+@pytest.mark.thorough
 def test_a_logger_that_keeps_what_it_gets_is_named() -> None:
     logger = types.SimpleNamespace(metrics={"loss": []})
     (leak,) = run(lambda model, loss, step: logger.metrics["loss"].append(loss), roots={"CSVLogger": logger})
@@ -375,6 +376,7 @@ def test_epochs_are_passed_over_where_looking_takes_too_long() -> None:
     assert leaks_of_epochs(seconds=0.0) == []
 
 
+@pytest.mark.thorough
 def test_objects_that_somebody_set_aside_stay_there() -> None:
     gc.freeze()
     try:

@@ -21,6 +21,7 @@ from tests.extensions.planning.steps import WIDTH, module_with_adapters, peak_of
 TOLERANCE = 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

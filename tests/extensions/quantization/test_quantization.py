@@ -124,6 +124,7 @@ def test_the_graph_keeps_no_weight_as_floats() -> None:
     assert [tensor.dtype for tensor in kept if tensor.numel() == 64 * 128] == [torch.int8] * 3
 
 
+@pytest.mark.thorough
 def test_gradients_of_inputs_and_biases() -> None:
     layer = quantized_layers(trained("int8"))["model.base_model.model.1.up.base_layer"]
     layer.bias.requires_grad_(True)

@@ -109,6 +109,7 @@ class Bounded(Sized):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("settings", "expected"),
@@ -123,6 +124,7 @@ def test_the_largest_size_that_fits(settings: dict[str, Any], expected: int, roo
     assert module.seen == [expected] * 2
 
 
+@pytest.mark.thorough
 def test_hyperparameters_in_a_plain_dictionary(room: Any) -> None:
     """They are set as those of Lightning, whose entries are attributes as well."""
 

@@ -135,6 +135,7 @@ def test_another_strategy_where_a_step_does_not_fit(room: Any, told: list[str], 
     assert "fsdp is the simplest strategy" in line
 
 
+@pytest.mark.thorough
 def test_the_batches_of_a_step_are_told(room: Any, told: list[str], prediction: MemoryPrediction) -> None:
     room(peak_under(prediction, DDPStrategy()) - 1)
     assert choose(Wide()) == "dp"
@@ -332,6 +333,7 @@ def test_a_batch_larger_than_a_pipe() -> None:
     assert torch.equal(read(DataLoader(rows, batch_size=len(rows))), rows)
 
 
+@pytest.mark.thorough
 def test_finders_search_under_the_chosen_strategy(
     room: Any, told: list[str], prediction: MemoryPrediction, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,7 +219,7 @@ class Scaling(Perceptron):
         return super().loss(batch) * (1 + 2**-20 * self.global_rank)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("module", "options", "texts"),
     [

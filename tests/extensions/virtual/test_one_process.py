@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RUNS)
 def test_devices_of_one_process_have_the_bits_of_one_device(name: str) -> None:
     kind, options = RUNS[name]
@@ -92,7 +92,7 @@ def test_each_device_has_a_copy_of_the_module() -> None:
     assert places == [0, 0, 2, 2, 4, 4, 4, 4]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batches", "continued"),
     [(3, {"one_process": True}), (7, {"one_process": True}), pytest.param(4, {}, marks=pytest.mark.slow)],

@@ -100,6 +100,7 @@ def test_losses_and_windows_have_the_bits_of_one_device(kind: Any, options: dict
     assert_equal(on_one_device(kind, **options), run(kind, devices, **options))
 
 
+@pytest.mark.thorough
 def test_another_number_of_virtual_devices_is_another_run() -> None:
     assert not torch.equal(on_one_device(Noisy)["net.0.weight"], on_one_device(Noisy, count=4)["net.0.weight"])
 

@@ -147,7 +147,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_without_the_names_of_one_class(
     name: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

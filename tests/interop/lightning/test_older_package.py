@@ -106,6 +106,7 @@ def everything(package: types.ModuleType, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_a_program_of_the_older_package(tmp_path: Path) -> None:
     assert_equal(everything(newer, tmp_path / "newer"), everything(older, tmp_path / "older"))
 

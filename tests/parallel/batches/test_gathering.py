@@ -44,6 +44,7 @@ def outputs_of(size: int, dim: int) -> st.SearchStrategy[Any]:
 # The order of the data
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), dim=st.integers(0, 1))
 def test_what_was_cut_comes_together_again(data: st.DataObject, sizes: list[int], dim: int) -> None:

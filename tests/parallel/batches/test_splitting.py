@@ -87,6 +87,7 @@ def test_the_size_of_nested_tensors(layout: torch.layout) -> None:
 # Parts
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(data=st.data(), sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4), dim=st.integers(0, 1))
 def test_parts_come_together_again(data: st.DataObject, sizes: list[int], dim: int) -> None:

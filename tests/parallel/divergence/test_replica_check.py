@@ -52,7 +52,7 @@ def fit(strategy: Any, change: Callable[[Watched], Any], devices: int = 2, **opt
     run.fit(Watched(change), loader(4 * devices))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", DDP, ids=NAMES)
 def test_a_parameter_is_named_with_ranks_and_the_last_agreement(strategy: Any) -> None:
     change = of_rank(1, lambda module: module.layer.bias.add_(1e-3), step=6)
@@ -98,6 +98,7 @@ def test_a_buffer_that_changes_with_a_batch_which_one_process_lacks() -> None:
     trainer(strategy="ddp", devices=2, max_epochs=2).fit(module, loader(1, 1))
 
 
+@pytest.mark.thorough
 def test_shards_of_two_replicas_are_compared() -> None:
     """Ranks 0 and 1 have the first and the second half, ranks 2 and 3 the same once more."""
     change = of_rank(3, lambda module: module.norm.weight.to_local().add_(1))

@@ -449,6 +449,7 @@ def waits(raising: int, rank: int) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.thorough
 def test_nobody_waits_for_those_that_wait() -> None:
     with pytest.raises(Mistake):
         launch(partial(waits, 1), 3)

@@ -129,7 +129,7 @@ def augmented() -> dict[str, Any]:
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("loaders", [data.shuffled, augmented, data.unsized, resumable])
 def test_random_numbers_resume_within_an_epoch(loaders: Any, tmp_path: Path) -> None:
     """Shuffling, augmentation, dropout: Lightning's checkpoints keep no generator, ours do."""

@@ -143,7 +143,7 @@ class Runs:
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", SCENARIOS, ids=str)
 def test_a_resumed_run_equals_an_uninterrupted_one_and_lightnings(plan: Scenario, tmp_path: Path) -> None:
     """In hooks, tables, metrics and the counters of the loops."""

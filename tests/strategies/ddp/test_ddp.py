@@ -33,7 +33,7 @@ def test_gradients_are_those_of_one_device(make: type[Base], engine: Any) -> Non
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("options", ["accumulated", "clipped", "accumulated and clipped by value"])
 def test_accumulation_and_clipping_are_those_of_one_device(options: str, engine: Any) -> None:
@@ -139,6 +139,7 @@ class SomeSamples(Numbered):
         return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": int(keep.sum())}
 
 
+@pytest.mark.thorough
 def test_a_batch_of_one_process_without_any_weight_counts_for_nothing() -> None:
     assert_trains_alike(SomeSamples, count=10)
 
@@ -350,6 +351,7 @@ class Sharing(Stream):
         return Stream(self.indices[:9] if index == 0 else self.indices[9:])
 
 
+@pytest.mark.thorough
 def test_a_stream_that_shares_itself_out() -> None:
     module, run = numbered(), trainer(DDPStrategy(engine="native"))
     stream = DataLoader(Sharing(range(13)), batch_size=2)
@@ -373,6 +375,7 @@ def test_loaders_are_left_alone_without_use_distributed_sampler() -> None:
     assert module.seen == [[[[0, 1], [2, 3]], [[0, 1], [2, 3]]]]
 
 
+@pytest.mark.thorough
 def test_loaders_with_workers_start_them_as_in_the_parent() -> None:
     """Which takes a collate function that cannot be pickled."""
     one, many = numbered(), numbered()

@@ -73,7 +73,7 @@ PLACES = ["setup", "forward", "backward", "optimiser step", "validation", "check
 
 
 @pytest.mark.quick_cases(5)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("how", "place", "engine"), pairwise(list(HOW), PLACES, ["torch", "native"]))
 def test_a_process_that_fails_ends_the_run_and_the_next_one_is_as_new(
     engine: Any, how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

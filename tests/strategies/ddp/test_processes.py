@@ -157,6 +157,7 @@ def test_a_checkpoint_on_an_error_does_not_wait_for_processes_that_do_not_know_o
     assert (tmp_path / "on_exception.ckpt").exists()
 
 
+@pytest.mark.thorough
 def test_processes_that_wait_in_different_places_are_named() -> None:
     class WaitsAlone(Numbered):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -77,7 +77,7 @@ def run(module: Fragile, strategy: Any, devices: int, **options: Any) -> Any:
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "processes"), [("forward", 2), ("backward", 3), ("late", 2), ("late", 3)])
 def test_a_step_done_again_in_parts_has_the_gradients_of_one_device(place: str, processes: int) -> None:
     """Tiny buckets: in the late phase most gradients are with the others already when memory runs out."""
@@ -94,7 +94,7 @@ def test_a_step_done_again_in_parts_has_the_gradients_of_one_device(place: str, 
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", range(5))
 def test_any_failures_of_any_processes_leave_the_gradients_of_one_device(case: int) -> None:
     """Drawn anew each time; the seed is printed."""
@@ -110,6 +110,7 @@ def test_any_failures_of_any_processes_leave_the_gradients_of_one_device(case: i
     assert many.same
 
 
+@pytest.mark.thorough
 def test_a_batch_of_which_others_have_a_part_cannot_be_left_out() -> None:
     module = Fragile({(1, 1, "late")}, 99)
     with pytest.raises(torch.OutOfMemoryError, match="injected in backward"):
@@ -137,7 +138,7 @@ class Compared(L.Callback):
         module.told = trainer.strategy.gather_objects(own)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["split", "skip"])
 def test_all_processes_know_of_each_event(policy: Any, tmp_path: Path) -> None:
     """By a warning of the process that failed, in `events` and in the report; each event once, also of a second fit."""
@@ -239,6 +240,7 @@ def test_layers_that_are_known_to_communicate() -> None:
     assert not recovery.why_not(training=False, leave_out=False)  # with running statistics
 
 
+@pytest.mark.thorough
 def test_shares_are_measured_while_windows_are_done_again() -> None:
     """A window that one process computes twice is measured once, or the others would wait for it."""
     one, many = Fragile(set(), 99), Fragile({(1, step, "backward") for step in range(4)}, 99)

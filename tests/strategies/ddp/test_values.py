@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("count", "processes"), [(1, 3), (3, 2), (5, 3), (11, 2)])
 def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None:
     module, loader = numbered(), DataLoader(Samples(count), batch_size=2)
@@ -88,6 +88,7 @@ def test_an_evaluation_with_fewer_batches_than_processes_repeats_no_sample(
     assert values == pytest.approx({"value": float(data.mean()), "metric": float(data.mean())}, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_predictions_and_limited_evaluations_keep_their_batches() -> None:
     class Keeps(Collects):
         on_validation_epoch_end = L.LightningModule.on_validation_epoch_end
@@ -114,7 +115,7 @@ class Normalised(Numbered):
         self.means_of_all = self.trainer.strategy.gather_objects(self.net[1].running_mean.tolist())
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["torch", "native"])
 def test_batch_statistics_are_the_same_in_all_processes_and_in_the_module_that_comes_home(engine: Any) -> None:
     module, run, data = numbered(Normalised), trainer(DDPStrategy(engine=engine)), DataLoader(Samples(10), batch_size=3)
@@ -129,7 +130,7 @@ def test_batch_statistics_are_the_same_in_all_processes_and_in_the_module_that_c
 # Logged values
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["torch", "native"])
 def test_a_process_without_a_batch_saves_stops_and_logs_with_the_others(engine: Any, tmp_path: Path) -> None:
     class Logs(Numbered):
@@ -160,6 +161,7 @@ def test_a_process_without_a_batch_saves_stops_and_logs_with_the_others(engine: 
     assert [float(row) for row in rows] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8]
 
 
+@pytest.mark.thorough
 def test_an_average_of_the_weights_is_updated_in_a_process_without_a_batch() -> None:
     values = []
     for strategy, processes, batch_size in (("single_device", 1, 4), ("ddp", 2, 2)):
@@ -182,6 +184,7 @@ class LogsApart(Numbered):
         self.log("both", float(self.global_rank))
 
 
+@pytest.mark.thorough
 def test_values_that_one_process_logs_at_the_end_of_an_epoch() -> None:
     run = trainer(DDPStrategy(timeout=60.0))
     run.fit(numbered(LogsApart), DataLoader(Samples(16), batch_size=2), DataLoader(Samples(10), batch_size=3))
@@ -207,6 +210,7 @@ class LowersItsRate(Numbered):
         self.rates = self.trainer.strategy.gather_objects(self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_watches_a_value_has_the_same_rate_in_all_processes() -> None:
     fit(module := numbered(LowersItsRate))
     assert module.same

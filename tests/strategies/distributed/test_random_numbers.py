@@ -88,7 +88,7 @@ def drawn(folder: Path, name: str, rank: int) -> list[Any]:
     return [json.loads(line) for line in (folder / f"{name} {rank}").read_text().splitlines()]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"workers": 1}, {"workers": 1, "generator": True}], ids=str)
 def test_processes_draw_other_numbers_in_the_loop_and_the_same_before_it(
     options: dict[str, Any], tmp_path: Path
@@ -105,6 +105,7 @@ def test_processes_draw_other_numbers_in_the_loop_and_the_same_before_it(
     assert len(set(noise)) == len(noise)
 
 
+@pytest.mark.thorough
 def test_the_first_process_draws_as_a_run_in_one_process(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     fit(one, "single_device", 1)
@@ -115,7 +116,7 @@ def test_the_first_process_draws_as_a_run_in_one_process(tmp_path: Path) -> None
     assert drawn(two, "mask", 0)[0] == drawn(one, "mask", 0)[0]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_resumed_run_draws_as_an_undisturbed_one(step: int, tmp_path: Path) -> None:
     whole, rest = tmp_path / "whole", tmp_path / "rest"
@@ -126,6 +127,7 @@ def test_a_resumed_run_draws_as_an_undisturbed_one(step: int, tmp_path: Path) ->
             assert drawn(rest, name, rank) == drawn(whole, name, rank)[step:]
 
 
+@pytest.mark.thorough
 def test_further_ranks_of_a_resumed_run_draw_other_numbers(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     fit(one, "single_device", 1)

@@ -48,6 +48,7 @@ def test_measured_shares_give_a_slow_process_less_and_are_saved(engine: Any, tmp
     assert other.shares == strategy.shares  # nothing is measured anew
 
 
+@pytest.mark.thorough
 def test_measured_shares_while_a_loader_reads_ahead() -> None:
     """Steps that were cut before the shares were known stay as they are, in all processes."""
     module = numbered()
@@ -90,7 +91,7 @@ class Own(L.LightningDataModule):
         return DataLoader(Samples(8), batch_size=2, sampler=sampler)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("data", "why"),
     [

@@ -136,7 +136,7 @@ def run(**options: Any) -> Any:
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", True), ("fsdp", False), ("ddp", False)])
 def test_each_process_may_have_a_data_set_of_its_own(strategy: str, share: bool) -> None:
     module = Module()
@@ -212,7 +212,7 @@ def test_a_data_set_that_changes_between_epochs() -> None:
     assert module.read == fit.global_step == 4 + 2 + 5
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("empty", [0, 1])
 def test_evaluations_in_which_one_process_has_no_batch(empty: int) -> None:
     class OneEmpty(Module):
@@ -284,7 +284,7 @@ class Saves(L.Callback):
         trainer.save_checkpoint(Path(trainer.default_root_dir, "own.ckpt"))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("fires", [True, False])
 def test_a_hook_that_saves_in_one_process_alone_says_so(fires: bool, tmp_path: Path) -> None:
     callback = Saves()

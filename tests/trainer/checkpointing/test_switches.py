@@ -92,7 +92,7 @@ def switches_of(module: nn.Module) -> Any:
     return [p.requires_grad for p in module.parameters()], [part.training for part in module.modules()]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "strategy", "devices"),
     [

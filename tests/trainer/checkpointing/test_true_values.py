@@ -252,7 +252,7 @@ def fit(keepers: Keepers, folder: Path, ckpt_path: Path | None = None, **options
     pairwise([last_first, best_and_last, by_steps], [1.0, 0.5], [1, 3], ["written", "last"]),
 )
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 def test_a_run_that_is_killed_behind_any_write_has_the_same_best_files(
     tmp_path: Path,
     keepers: Keepers,

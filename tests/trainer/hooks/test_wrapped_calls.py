@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
@@ -89,6 +90,7 @@ def test_an_object_that_looks_like_a_callback_is_not_asked() -> None:
     assert not mock.wrap_call.called
 
 
+@pytest.mark.thorough
 def test_no_batch_is_held() -> None:
     """The memory of a batch is free while the next one is read, with and without wrapped calls."""
     batches: list[weakref.ref[Tensor]] = []

@@ -177,7 +177,7 @@ def steps_of(seen: list[tuple[int, int, list[int]]]) -> dict[tuple[int, int], Co
     return steps
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "after", "window", "batch"),
     [

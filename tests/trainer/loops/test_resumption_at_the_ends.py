@@ -200,7 +200,7 @@ def test_a_step_is_not_saved_again_within_its_accumulation_window(tmp_path: Path
         assert ends(folder, path=folder / "last.ckpt") == expected
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{"every_n_train_steps": 5}, {"every_n_epochs": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}],

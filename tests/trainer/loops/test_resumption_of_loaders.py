@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, dict[str, An
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_persistent_workers_read_the_samples_of_the_undisturbed_run(name: str, tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ SHORTER: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SHORTER)
 def test_a_shorter_loader_begins_anew_in_the_order_of_the_undisturbed_run(name: str, tmp_path: Path) -> None:
     """It does so within an epoch, after steps that have drawn numbers as well."""

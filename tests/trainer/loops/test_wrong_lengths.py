@@ -158,6 +158,7 @@ def test_a_loader_is_not_asked_for_a_batch_beyond_its_length(make: Any, options:
     assert len(run.predict(module, make(3))) == 3
 
 
+@pytest.mark.thorough
 def test_processes_ask_their_loaders_for_no_batch_beyond_their_lengths(tmp_path: Path) -> None:
     """The process with fewer batches takes part in the last step without one, also where a run resumes behind it."""
     options = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "use_distributed_sampler": False}

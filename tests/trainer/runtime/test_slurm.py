@@ -149,6 +149,7 @@ def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tm
     assert not job.checkpoint.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "strategy",
     [

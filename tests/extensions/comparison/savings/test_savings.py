@@ -99,6 +99,7 @@ def test_each_saver_is_measured_beside_the_configured_run(deep: Path, equipoise:
     assert rows["activation checkpointing"]["overrides"] == ["trainer.activation_checkpointing=[net.*]"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_an_override_of_the_table_runs(deep: Path, equipoise: Any) -> None:
     saver = next(saver for saver in SAVERS if saver.name == "in-place activations")
@@ -108,6 +109,7 @@ def test_an_override_of_the_table_runs(deep: Path, equipoise: Any) -> None:
     assert code == 0, err
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_the_table(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_module, "SAVERS", [SAVERS[0], SAVERS[1], SAVERS[4]])
@@ -128,6 +130,7 @@ def test_a_step_that_fails_is_a_row(deep: Path, equipoise: Any, monkeypatch: pyt
     assert out.count("not measured: RuntimeError: no [steps] today") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_a_step_without_a_loss_is_measured(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Manual optimisation returns none; weights are compared alone."""
@@ -222,6 +225,7 @@ def test_a_killed_trial_is_a_row(deep: Path, equipoise: Any, monkeypatch: pytest
     assert "SIGKILL" in killed["reason"]
 
 
+@pytest.mark.thorough
 def test_a_trial_that_takes_too_long_is_a_row(deep: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never ends, so the bound is reached on every machine, wherever its process is by then."""
     write(deep, {"deep/ending.py": ENDING})

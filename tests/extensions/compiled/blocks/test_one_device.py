@@ -69,6 +69,7 @@ def reset() -> Any:
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_manual_optimisation_with_random_numbers_equals_eager_blocks_and_keeps_names() -> None:
     looks = InRun()
     torch.manual_seed(5)
@@ -101,6 +102,7 @@ class Checkpointed(Counting):
         return self.last(hidden)
 
 
+@pytest.mark.thorough
 def test_blocks_within_activation_checkpointing_of_the_user() -> None:
     eager, of_eager = fit(Checkpointed, count=48)
     compiled, of_compiled = fit(Checkpointed, count=48, compile=AOT)
@@ -277,7 +279,7 @@ class Looking(Callback):
         pass
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     ("kind", "callbacks", "eager_calls", "reason"),

@@ -37,6 +37,7 @@ def said() -> list[str]:
     return messages
 
 
+@pytest.mark.thorough
 def test_the_log_shows_the_grid_of_devices() -> None:
     assert in_processes(2, said)[0].splitlines()[1:] == ["        context 0  context 1", "data 0  rank 0     rank 1"]
 
@@ -57,6 +58,7 @@ class Watching(Task):
         strategy_module.make_mesh = make_on_loopback
 
 
+@pytest.mark.thorough
 def test_the_report_shows_the_grid_and_groups_have_interface_and_timeout_of_the_run(tmp_path: Path) -> None:
     options = {**QUIET, "default_root_dir": tmp_path, "callbacks": [RunReport(), MemoryLogger(leaks=False)]}
     trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_epochs=1, **options)

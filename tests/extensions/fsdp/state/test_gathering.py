@@ -61,7 +61,7 @@ def compare(seed: int, rows: int, columns: int) -> int:
     return len(tensors)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (3, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_whole_tensors_are_those_of_torchs_full_tensor(rows: int, columns: int) -> None:
     seed = random.SystemRandom().randrange(2**32)

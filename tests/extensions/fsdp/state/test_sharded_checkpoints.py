@@ -151,7 +151,7 @@ def is_killed() -> None:
     os.kill(os.getpid(), 9)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
 def test_an_error_of_a_process_that_writes_reaches_the_user(behind: bool, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"second\.ckpt' cannot be written: the disk is full. It needs \d"):
@@ -196,6 +196,7 @@ class EndsWhileItWrites(Callback):
         self.released.set()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 def test_a_checkpoint_in_the_background_is_completed_after_an_error(error: type[BaseException], tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
@@ -221,6 +222,7 @@ def test_weights_without_values_that_a_hook_has_changed_are_refused(tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_a_folder_of_the_users_is_not_replaced(tmp_path: Path) -> None:
     notes = tmp_path / "mine.ckpt" / "notes.txt"
     notes.parent.mkdir()

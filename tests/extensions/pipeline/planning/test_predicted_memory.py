@@ -144,7 +144,7 @@ PLANS = [
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "schedule", "devices", "each"), PLANS)
 def test_predicted_peaks_are_those_that_are_measured(name, schedule, devices, each, monkeypatch):
     monkeypatch.setattr("equipoise.extensions.pipeline.planning.measured_cut.choose_cuts", evenly)

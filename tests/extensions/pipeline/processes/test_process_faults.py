@@ -38,7 +38,7 @@ LOOP = {"cut_before": ["net.1", "net.2", "net.3"], "schedule": "interleaved_1f1b
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("place", "stage", "devices", "plan"),
     [
@@ -107,6 +107,7 @@ def test_a_process_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     nobody_is_left()
 
 
+@pytest.mark.thorough
 def test_an_exception_leaves_a_checkpoint(tmp_path: Path) -> None:
     """A checkpoint of the whole module, in the midst of which everything is still there."""
     keeper = OnExceptionCheckpoint(tmp_path, "left")
@@ -137,6 +138,7 @@ def test_processes_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check_joined(tmp_path, 2)
 
 
+@pytest.mark.thorough
 def test_torchrun_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--standalone", "--nproc-per-node", "2"]
     arguments = [str(tmp_path), "2", "1", "processes", "fails"]

@@ -84,7 +84,7 @@ PLACES = ["forward", "backward", "evaluation"]
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "place", "engine"), pairwise(range(STAGES), PLACES, ["threads", "processes"]))
 def test_the_device_without_memory_is_named_and_the_batch_cut(stage: int, place: str, engine: str) -> None:
     actual, recovery = run(stage, place, engine=engine)
@@ -94,6 +94,7 @@ def test_the_device_without_memory_is_named_and_the_batch_cut(stage: int, place:
     assert {event.phase == "evaluation" for event in recovery.events} == {place == "evaluation"}
 
 
+@pytest.mark.thorough
 def test_memory_runs_out_while_the_forward_is_compared() -> None:
     """The comparison computes on the last device. A smaller micro-batch is compared instead."""
     whole, _ = run(micro_batches=4, sizes=(8, 8, 2))

@@ -126,6 +126,7 @@ def test_a_step_is_skipped_in_all_processes(place: int, clip: float | None) -> N
     assert steps == {5.0}
 
 
+@pytest.mark.thorough
 def test_a_scaled_step_is_that_of_one_device() -> None:
     same(run("one device"), run("processes", plan={"micro_batches": 1}), 1e-6)
 
@@ -143,7 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_processes_compute_as_threads_do(case: str) -> None:
     # The gradients of a weight in two stages may be added in another order.

@@ -330,7 +330,7 @@ def shift_bias(module: Differing) -> None:
     module.net[2].bias.add_(1e-9)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "step", "message"),
     [
@@ -347,6 +347,7 @@ def test_replicas_that_differ_end_the_run(change: Any, step: int, message: str) 
     nobody_is_left()
 
 
+@pytest.mark.thorough
 def test_a_buffer_of_a_worker_that_one_replica_has_changed() -> None:
     with pytest.raises(StepError, match=r"the buffer net\.0\.scale is not the same in rank 1 as in rank 0\."):
         fit_differing(lambda module: None, divided())

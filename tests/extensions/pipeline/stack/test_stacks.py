@@ -88,7 +88,7 @@ CUT = {"cut_before": ["net.layers.2"]}
 
 
 @pytest.mark.quick_cases(5)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("threads", [False, True])
 def test_gradients_are_those_of_one_device(schedule: str, threads: bool) -> None:
@@ -114,7 +114,7 @@ class Checkpointed(Network):
         return checkpoint(partial(layer, mask=mask), hidden, use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("cut_before", [None, ["net.layers.2", "net.layers.4"]])
 def test_layers_with_activation_checkpointing(cut_before: list[str] | None) -> None:
     assert_as_on_one_device(
@@ -138,6 +138,7 @@ class CheckpointedDropout(Checkpointed):
             layer.register_forward_hook(lambda layer, args, output: (nn.functional.dropout(output[0], 0.5), output[1]))
 
 
+@pytest.mark.thorough
 def test_checkpointed_layers_with_dropout_are_for_one_device() -> None:
     """Checkpointing restores the generators of the devices on which arguments lie, not those of the layers."""
     make, plan = partial(Module, CheckpointedDropout), pipelined(2, micro_batches=1, **CUT)
@@ -175,6 +176,7 @@ class Shallow(Module):
         self.net.depth = 1 if self.current_epoch else LAYERS
 
 
+@pytest.mark.thorough
 def test_layers_that_are_left_out() -> None:
     assert_as_on_one_device(Shallow, pipelined(3, cut_before=["net.layers.2", "net.layers.4"]), max_epochs=3)
 

@@ -49,7 +49,7 @@ def state_of(run: Run) -> Any:
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "after", "accumulate"),
     [
@@ -91,6 +91,7 @@ def test_a_run_goes_on_with_the_same_cut_to_the_bit(tmp_path):
     assert_equal(whole.module, again.module)
 
 
+@pytest.mark.thorough
 def test_a_cut_is_kept_for_the_next_run_and_given_up_where_it_does_not_fit():
     """Functions between layers have names, too."""
     loader = DataLoader(Batches([4]), batch_size=None)

@@ -44,7 +44,7 @@ PLANS = [
 
 
 @pytest.mark.quick_cases(9)
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("plan", "micro_batches", "threads"), pairwise(PLANS, [1, 2, 5, 13], [None, True]))
 def test_gradients_are_those_of_one_device_with_each_schedule(plan, micro_batches, threads):
     """Tied weights, skips, containers between stages, masked tokens, batches of fewer samples than micro-batches."""
@@ -98,7 +98,7 @@ def test_several_stages_on_each_device(make, strategy, schedule):
     assert_as_on_one_device(make, pipelined(2, strategy, micro_batches=4, schedule=schedule))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", [pipelined, processes])
 def test_a_cut_within_a_layer_that_is_one_call_in_an_evaluation(plan):
     cut_before = ["net.layers.1.linear1"]
@@ -203,7 +203,7 @@ def test_tensors_that_the_forward_makes_on_the_device_of_its_input():
 # Steps
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
 def test_accumulated_and_clipped_gradients(options):
     assert_as_on_one_device(Tokens, pipelined(3, micro_batches=5, schedule="1f1b"), **OPTIONS[options])
@@ -382,7 +382,7 @@ class Training(Tokens):
             parameter.grad = before[name]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", [PipelineStrategy, Copying])
 def test_gradients_pass_through_a_forward_outside_of_the_step(strategy):
     run = assert_as_on_one_device(Training, pipelined(3, strategy, micro_batches=2))

@@ -163,7 +163,7 @@ def loaded_states(module: Any) -> None:
     module.optimizers(use_pl_optimizer=False).load_state_dict(fresh.state_dict())
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hook", "act", "window", "schedule"),
     [
@@ -187,6 +187,7 @@ class Reads(Model):
         return loss
 
 
+@pytest.mark.thorough
 def test_a_buffer_is_not_read_within_a_step() -> None:
     with pytest.raises(StepError, match=r"buffer of another stage .* during a step.*on_train_batch_end"):
         fit(Reads, **processes(2))

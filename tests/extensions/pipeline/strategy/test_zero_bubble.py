@@ -114,6 +114,7 @@ def test_steps_and_hooks_see_gradients_as_on_one_device(make, threads):
     assert_as_on_one_device(make, zero(threads=threads))
 
 
+@pytest.mark.thorough
 def test_split_backwards_are_whole_ones_to_the_bit():
     """With dropout, whose masks follow from the order of forwards: all at once at first, since there are few."""
     cut = {"cut_before": ["net.2", "net.3", "net.4.1"], "micro_batches": 2}

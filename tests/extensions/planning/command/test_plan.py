@@ -96,6 +96,7 @@ def test_the_plan_as_json_and_its_page(net: Path, equipoise: Any) -> None:
         assert text in page
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_the_table_of_a_plan(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", "trainer.devices=RTX4090")
@@ -137,6 +138,7 @@ def test_divided_sequences_need_half_of_the_activations(net: Path, equipoise: An
     assert "module.py" in planned("strategy.context=2")["reason"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_compiled_and_offloaded_steps_are_predicted_without(net: Path, equipoise: Any) -> None:
     arguments = ("trainer.devices=24GiB", "trainer.compile=true", "trainer.offload_activations=true")

@@ -74,6 +74,7 @@ def test_workers_are_found_for_slow_data(tuned: Any, project: Path) -> None:
     assert {path.name for path in project.iterdir()} == {"conf", "tuned"}
 
 
+@pytest.mark.thorough
 def test_a_change_that_the_configuration_cannot_express_is_left_to_the_user(project: Path, equipoise: Any) -> None:
     """Changes that the configuration cannot express are measured, and left to the user."""
     code, out, _ = equipoise("tune", "data._target_=tuned.module.Fixed", "~data.num_workers", "data.seconds=3.0", LONG)
@@ -115,12 +116,14 @@ def test_a_callback_acts_less_often(tuned: Any) -> None:
     assert speeds(result)["callbacks.often.every_n_steps=10"] == pytest.approx(4 / 1.3, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_a_limit_without_a_candidate_is_told(project: Path, equipoise: Any) -> None:
     code, out, _ = equipoise("tune", "+module.hook=3.0", LONG)
     assert code == 0
     assert "hooks of the module take 75% of the time: let them do less, or act in fewer steps. Not measured." in out
 
 
+@pytest.mark.thorough
 def test_a_healthy_run_has_no_limit(project: Path, equipoise: Any) -> None:
     code, out, _ = equipoise("tune")
     assert code == 0
@@ -129,6 +132,7 @@ def test_a_healthy_run_has_no_limit(project: Path, equipoise: Any) -> None:
     assert not (project / "outputs").exists()
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_program_is_shown(project: Path, equipoise: Any) -> None:
     code, out, complaint = equipoise("tune", "+module.fails=true")
     assert (code, out) == (2, "")
@@ -137,6 +141,7 @@ def test_an_error_of_the_program_is_shown(project: Path, equipoise: Any) -> None
     assert not (project / "outputs").exists()
 
 
+@pytest.mark.thorough
 def test_too_little_time_is_refused(project: Path, equipoise: Any) -> None:
     code, _, complaint = equipoise("tune", "--seconds=20")
     assert code == 2

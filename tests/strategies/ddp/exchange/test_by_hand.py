@@ -32,7 +32,7 @@ def weights_of(make: type[ByHand], strategy: Any, processes: int, count: int, ba
 IN_THREE_PROCESSES = ("plain", "assigned", "penalty", "sharpness", "unused", "Limited", "Adversaries", "Truncated")
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "processes"), [(name, 3 if name in IN_THREE_PROCESSES else 2) for name in PROGRAMS])
 def test_gradients_by_any_function_are_those_of_one_device(name: str, processes: int) -> None:
     """Though the last batch is uneven."""

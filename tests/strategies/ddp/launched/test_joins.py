@@ -11,7 +11,7 @@ from tests.strategies.programs import start_script, torchrun, wait_for
 from tests.support.ports import unused_port
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("said", [{"strategy": "ddp", "devices": 2, "num_nodes": 1}, {}], ids=["said", "auto"])
 def test_torchrun_starts_the_processes(tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--standalone", "--nproc-per-node", "2"]
@@ -19,6 +19,7 @@ def test_torchrun_starts_the_processes(tmp_path: Path, said: dict[str, Any], mon
     check(tmp_path)
 
 
+@pytest.mark.thorough
 def test_torchrun_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of torchrun that know of one another, on one."""
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
@@ -28,6 +29,7 @@ def test_torchrun_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check(tmp_path, machines=2)
 
 
+@pytest.mark.thorough
 def test_slurm_starts_the_processes(tmp_path: Path) -> None:
     """Two processes as `srun` starts them; they meet where Slurm's list of machines says."""
     slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "1234"}
@@ -39,6 +41,7 @@ def test_slurm_starts_the_processes(tmp_path: Path) -> None:
     check(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_machine_that_joined_torchrun_later(tmp_path: Path) -> None:
     """Its agent of torchrun has restarted its processes less often than the others."""
     torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
