@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.checks.archives import sdist_faults, wheel_faults
-from scripts.checks.metadata import metadata_faults, readme_notes
+from scripts.checks.metadata import metadata_faults
 from scripts.checks.sources import ROOT, changelog_faults, changelog_notes, repository_files, version_faults, version_of
 from scripts.checks.trial import extra_faults, extras, trial_faults
 
@@ -56,10 +56,10 @@ def faults_of(sdist: Path, wheel: Path) -> list[str]:
     ]
 
 
-def notes_of(wheel: Path) -> list[str]:
+def notes_of() -> list[str]:
     """Return what is missing for a release, and need not be there between releases."""
     version = version_of(ROOT)
-    notes = [*changelog_notes(ROOT, version), *readme_notes(wheel)]
+    notes = changelog_notes(ROOT, version)
     if _git("status", "--porcelain"):
         notes.append("git: the working tree has changes that are not committed")
     if f"v{version}" not in _git("tag", "--points-at", "HEAD").split():
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for archive in (sdist, wheel):
         print(f"built {archive.relative_to(ROOT)}, {archive.stat().st_size / 2**20:.1f} MiB", flush=True)
     faults = faults_of(sdist, wheel)
-    notes = notes_of(wheel)
+    notes = notes_of()
     if options.trials != "none":
         faults += _trials(sdist, wheel, all_of_them=options.trials == "all")
     if options.final:

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from packaging.metadata import InvalidMetadata, Metadata
 
-__all__ = ["metadata_faults", "readme_notes"]
+__all__ = ["metadata_faults"]
 
 
 def metadata_faults(wheel: Path, version: str) -> list[str]:
@@ -33,17 +33,17 @@ def metadata_faults(wheel: Path, version: str) -> list[str]:
         faults.append(f"{wheel.name}: the description is not declared as text/markdown")
     if "equipoise = equipoise.__main__:main" not in _read(wheel, "entry_points.txt"):
         faults.append(f"{wheel.name}: the command equipoise is missing")
-    return faults + [f"README.md: an index removes the HTML {html!r}" for html in _html(metadata.description or "")]
+    return [*faults, *_description_faults(metadata.description or "")]
 
 
-def readme_notes(wheel: Path) -> list[str]:
-    """Return that the README has links which a package index does not follow."""
-    description = Metadata.from_email(_read(wheel, "METADATA"), validate=False).description or ""
-    targets = [str(token.attrs.get("href", token.attrs.get("src", ""))) for token in _tokens(description)]
-    relative = [target for target in targets if target and not re.match(r"https?:|#|mailto:", target)]
-    if not relative:
-        return []
-    return [f"README.md: {len(relative)} links are relative, which lead nowhere on a package index"]
+def _description_faults(description: str) -> Iterator[str]:
+    """Yield what a package index does not show."""
+    for token in _tokens(description):
+        if token.type in ("html_block", "html_inline"):
+            yield f"README.md: an index removes the HTML {token.content!r}"
+        target = str(token.attrs.get("href", token.attrs.get("src", "")))
+        if target and not re.match(r"https?:|#|mailto:", target):
+            yield f"README.md: the link to {target} leads nowhere on a package index"
 
 
 def _read(wheel: Path, name: str) -> str:
@@ -51,10 +51,6 @@ def _read(wheel: Path, name: str) -> str:
     with zipfile.ZipFile(wheel) as archive:
         (path,) = [path for path in archive.namelist() if path.endswith(f".dist-info/{name}")]
         return archive.read(path).decode()
-
-
-def _html(text: str) -> list[str]:
-    return [token.content for token in _tokens(text) if token.type in ("html_block", "html_inline")]
 
 
 def _tokens(text: str) -> Iterator[Token]:
