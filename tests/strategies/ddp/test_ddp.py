@@ -113,6 +113,19 @@ class SkipsAStep(Numbered):
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
+class SkipsAStepInOneProcess(Numbered):
+    """Returns None for the first batch of the second process."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        keep = (batch[2] != 1) & (batch[2] != 3)
+        return super().training_step([part[keep] for part in batch], batch_idx) if keep.any() else None
+
+
+@pytest.mark.thorough
+def test_a_process_whose_training_step_returns_none_takes_part_without_a_batch() -> None:
+    assert_trains_alike(SkipsAStepInOneProcess, count=8)
+
+
 KINDS = [
     *(WithoutAGradientInSomeSteps, LineSearch, Grows, TwoBackwards, ThawsInTheEpoch, ThawsInTheSecondEpoch),
     *(GradientHook, SkipsAStep),

@@ -101,6 +101,22 @@ def test_predictions_and_limited_evaluations_keep_their_batches() -> None:
     assert [len(batch) for batch in predictions] == [8]
 
 
+def test_all_gather_in_an_evaluation_step_receives_whole_batches() -> None:
+    """As many are dealt to each process, since their number is a multiple of the processes."""
+
+    class Gathers(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums: list[list[float]] = []
+
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.sums.append(self.all_gather(batch.sum()).tolist())
+
+    module = Gathers()
+    trainer().test(module, DataLoader(torch.arange(11.0), batch_size=3), verbose=False)
+    assert module.sums == [[0 + 1 + 2, 3 + 4 + 5], [6 + 7 + 8, 9 + 10]]
+
+
 # Batch statistics
 
 

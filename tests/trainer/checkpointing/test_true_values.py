@@ -388,7 +388,7 @@ def test_a_link_to_the_last_file_follows_a_run_that_was_killed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("save_last", [True, "link"])
-def test_a_run_in_development_leaves_no_file(tmp_path: Path, save_last: Any) -> None:
+def test_model_checkpoint_writes_nothing_in_a_fast_dev_run(tmp_path: Path, save_last: Any) -> None:
     keepers = [ModelCheckpoint(tmp_path, monitor=name, save_last=save_last) for name in (None, "value")]
     assert train(Moving(), *keepers, fast_dev_run=2).global_step == 2
     assert not list(tmp_path.iterdir())

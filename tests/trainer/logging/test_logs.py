@@ -277,6 +277,14 @@ def test_values_of_a_step_are_reduced_over_processes(reduce_fx: str, expected: f
     assert [list(sent) for sent in peers.sent] == [[KEY]]
 
 
+def test_callbacks_read_their_own_value_of_a_step_until_loggers_receive_the_reduced_one() -> None:
+    logs = logs_of(reduction=Peers([{KEY: torch.tensor(6.0)}, {}]).reduction())
+    run(logs, [(2.0, 1)], sync_dist=True)
+    assert plain(logs.callback_metrics)["loss_step"] == 2.0
+    assert plain(logs.step_metrics()) == {"loss_step": 4.0}
+    assert plain(logs.callback_metrics)["loss_step"] == 4.0
+
+
 def test_a_step_without_a_batch_shows_the_value_of_the_others() -> None:
     peers = Peers([{KEY: torch.tensor(6.0)}], [{}])
     logs = logs_of(reduction=peers.reduction())

@@ -9,7 +9,8 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.support.resumption import assert_resumes
 from tests.support.trainer_runs import Small, loader, trainer
@@ -140,3 +141,14 @@ def test_a_shorter_loader_begins_anew_in_the_order_of_the_undisturbed_run(name: 
         return module.seen[-1], module
 
     assert_resumes(run, tmp_path, ["on_train_batch_end"])
+
+
+def test_a_sampler_with_set_epoch_continues_with_the_order_of_its_epoch(tmp_path: Path) -> None:
+    def run(callbacks: list[Any], path: Path | None) -> Any:
+        module, data = Reads(), torch.arange(6.0)[:, None]
+        sampler: Any = DistributedSampler(TensorDataset(data), num_replicas=1, rank=0, shuffle=True)
+        run = trainer(max_epochs=2, callbacks=callbacks)
+        run.fit(module, DataLoader(TensorDataset(data), batch_size=2, sampler=sampler), ckpt_path=path)
+        return module.seen, module
+
+    assert_resumes(run, tmp_path, ["on_train_batch_end"], calls=[4])

@@ -138,7 +138,7 @@ def run(**options: Any) -> Any:
 @pytest.mark.quick_cases(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", True), ("fsdp", False), ("ddp", False)])
-def test_each_process_may_have_a_data_set_of_its_own(strategy: str, share: bool) -> None:
+def test_processes_with_unequal_numbers_of_batches_take_part_to_the_end(strategy: str, share: bool) -> None:
     module = Module()
     fit = run(strategy=strategy, use_distributed_sampler=share)
     fit.fit(module)
@@ -316,7 +316,7 @@ def test_processes_draw_one_order_and_other_noise_where_a_source_deals_samples_a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hogwild", "pipeline"])
-def test_uneven_streams_under_other_strategies(name: str) -> None:
+def test_streams_of_unequal_length_under_other_strategies(name: str) -> None:
     options: dict[str, Any] = {"strategy": HogwildStrategy(processes=2)}
     if name == "pipeline":
         pipeline = PipelineStrategy(engine="processes", replicas=2, micro_batches=2)
