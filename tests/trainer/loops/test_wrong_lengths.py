@@ -74,7 +74,9 @@ def fit(module: Watched, data: Any, folder: Path | None = None, ckpt_path: Path 
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("length", "window", "interval"), pairwise([1, 4, 6, 11], [1, 3, 4, 7], [1.0, None]))
-def test_a_wrong_length_changes_nothing(length: int, window: int, interval: float | None, tmp_path: Path) -> None:
+def test_a_length_that_is_too_large_or_too_small_changes_nothing(
+    length: int, window: int, interval: float | None, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": window}
     if interval is None:
         options |= {"val_check_interval": 5, "check_val_every_n_epoch": None}

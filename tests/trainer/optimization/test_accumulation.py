@@ -263,7 +263,7 @@ def test_a_callback_may_change_the_limit_of_gradients_during_an_epoch() -> None:
     assert_equal(expected, module, 1e-12)
 
 
-def test_batches_of_weight_zero_and_skipped_batches_leave_no_trace() -> None:
+def test_batches_of_weight_zero_and_steps_that_return_none_are_left_out_of_the_mean() -> None:
     """A batch of which nothing counts, and one that is skipped, leave no trace, not even in the weights."""
 
     class Skipping(Net):
