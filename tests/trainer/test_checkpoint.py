@@ -224,6 +224,31 @@ def test_a_checkpoint_at_a_file_url(tmp_path: Path) -> None:
     assert load_checkpoint(f"file://{tmp_path}/x.ckpt")["epoch"] == read(tmp_path / "x.ckpt")["epoch"] == 1
 
 
+class MakesFolder:
+    """An object whose creation makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.makedirs, (str(self.path), 0o777, True)
+
+
+def test_code_in_a_file_from_a_url_runs_only_with_weights_only_false(memory: Any, tmp_path: Path) -> None:
+    run = trainer()
+    run.fit(Small(), loader())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    made, url = tmp_path / "made", "memory://run/x.ckpt"
+    with fsspec.open(url, "wb") as file:
+        torch.save({**read(tmp_path / "x.ckpt"), "extra": MakesFolder(made)}, file)
+    with pytest.warns(UserWarning, match=r"'extra' \(os\.makedirs\)"):
+        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=url)
+    assert not made.exists()
+    with pytest.warns(UserWarning, match="weights_only=False: the code"):
+        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=url, weights_only=False)
+    assert made.exists()
+
+
 # Which one
 
 

@@ -89,7 +89,7 @@ def test_an_evaluation_with_fewer_batches_than_processes_repeats_no_sample(
 
 
 @pytest.mark.thorough
-def test_predictions_and_limited_evaluations_keep_their_batches() -> None:
+def test_limit_val_batches_is_of_all_processes_together_and_batches_stay_whole() -> None:
     class Keeps(Collects):
         on_validation_epoch_end = L.LightningModule.on_validation_epoch_end
 
@@ -210,10 +210,10 @@ def test_buffers_of_an_average_are_those_of_the_first_process() -> None:
 
 
 class LogsApart(Numbered):
-    """Logs other values in each process when an epoch ends."""
+    """Logs other names in each process when an epoch ends."""
 
     def on_train_epoch_end(self) -> None:
-        self.log(f"trained_by_{self.global_rank}", 2.0 + self.global_rank)
+        self.log(f"trained_by_{self.global_rank}", 2.0 + self.global_rank, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         if self.global_rank == 1:
@@ -222,7 +222,7 @@ class LogsApart(Numbered):
 
 
 @pytest.mark.thorough
-def test_values_that_one_process_logs_at_the_end_of_an_epoch() -> None:
+def test_names_that_differ_have_the_values_of_the_processes_that_logged_each() -> None:
     run = trainer(DDPStrategy(timeout=60.0))
     run.fit(numbered(LogsApart), DataLoader(Samples(16), batch_size=2), DataLoader(Samples(10), batch_size=3))
     expected = {"trained_by_0": 2.0, "trained_by_1": 3.0, "validated": 5.0, "both": 0.5}

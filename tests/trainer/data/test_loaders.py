@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     TensorDataset,
@@ -226,25 +227,43 @@ def test_states_of_generators_of_loaders_and_samplers_are_put_back() -> None:
     assert (numbers(first), numbers(second)) == before
 
 
-class Distributed(Backwards):
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
+class ToldEpochs:
+    """Notes the epochs of which it is told."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.epochs: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["sampler", "sampler of a batch sampler"])
-def test_samplers_are_told_the_epoch_once(inside: bool) -> None:
-    sampler = Distributed(4)
-    dataset = TensorDataset(torch.ones(4, 2))
-    if inside:
-        source = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 2, False))
-    else:
-        source = DataLoader(dataset, sampler=sampler, batch_size=2)
-    trainer(max_epochs=3).fit(Small(), source)
-    assert sampler.epochs == [0, 1, 2]
+class ToldSampler(ToldEpochs, Backwards):
+    pass
+
+
+class ToldDataset(ToldEpochs, Counted):
+    pass
+
+
+class ToldStream(ToldEpochs, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.ones(4, 2))
+
+
+TOLD: dict[str, Any] = {
+    "sampler": lambda told: DataLoader(torch.ones(4, 2), sampler=told, batch_size=2),
+    "sampler of a batch sampler": lambda told: DataLoader(torch.ones(4, 2), batch_sampler=BatchSampler(told, 2, False)),
+    "data set": lambda told: DataLoader(told, batch_size=2),
+    "stream": lambda told: DataLoader(told, batch_size=2),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_set_epoch_is_called_once_at_the_start_of_each_epoch(name: str) -> None:
+    told = {"data set": ToldDataset(4), "stream": ToldStream()}.get(name, ToldSampler(4))
+    trainer(max_epochs=3).fit(with_step(lambda module, batch: module.loss([torch.ones(2, 2)])), TOLD[name](told))
+    assert told.epochs == [0, 1, 2]
 
 
 @pytest.mark.parametrize("none", [[], ()])

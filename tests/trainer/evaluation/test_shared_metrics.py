@@ -59,7 +59,7 @@ def fit(module: Any, *callbacks: Any, **options: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("interval", [1.0, 2])
-def test_each_has_its_own_value(interval: Any) -> None:
+def test_a_metric_that_training_and_validation_log_has_a_value_of_each(interval: Any) -> None:
     train, val = {"MeanMetric": 1.5, "SumMetric": 12.0}, {"MeanMetric": 11.0, "SumMetric": 66.0}
     validations = [val] if interval == 1.0 else [val, val]
     assert fit(Shares(), val_check_interval=interval) == [*validations, train] * 2

@@ -248,6 +248,14 @@ def empty() -> DataLoader[Any]:
     return DataLoader(NOTHING, batch_size=2)
 
 
+@pytest.mark.parametrize("mode", [None, "max_size_cycle", "max_size"])
+def test_one_empty_loader_of_several_is_refused(mode: Any) -> None:
+    several = [loader(), empty()]
+    together = several if mode is None else CombinedLoader(several, mode)
+    refuses_fit(Small(), "the train loader", "is empty", data=together)
+    refuses_fit(Validated(), "the val loader", "is empty", data=(loader(), several))
+
+
 FEW = {"val_check_interval": 4}
 HALF = {"val_check_interval": 0.5}
 
@@ -256,8 +264,6 @@ HALF = {"val_check_interval": 0.5}
     ("module", "data", "options", "words"),
     [
         (Small, lambda: data_module(empty()), {}, ["`Data.train_dataloader()` is empty", "limit_train_batches=0"]),
-        (Small, lambda: [loader(), empty()], {}, ["the train loader", "is empty"]),
-        (Validated, lambda: (loader(), [loader(), empty()]), {}, ["the val loader", "is empty"]),
         # One message: what else is amiss can wait.
         (Validated, L.LightningDataModule, {}, ["There is no train loader"]),
         (Validated, lambda: (loader(3), loader()), FEW, ["val_check_interval=4", "training batches, 3"]),
