@@ -314,7 +314,9 @@ def test_the_newest_of_all_last_checkpoints_is_meant(tmp_path: Path) -> None:
     assert run.ckpt_path == str(tmp_path / "b" / "last.ckpt")
 
 
-def test_a_run_that_failed_goes_on_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fit_beside_on_exception_checkpoint_begins_anew_and_last_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(module: Any, batch: Any) -> Any:
         if module.global_step == 4:
             raise MemoryError("once")

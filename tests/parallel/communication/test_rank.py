@@ -54,7 +54,7 @@ def test_the_rank_is_read_from_the_environment(environment: dict[str, str], plac
         (TASK | STEP | {"SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "2"}, 4, 2),
     ],
 )
-def test_processes_of_this_machine_and_machines(environment: dict[str, str], here: int, machines: int) -> None:
+def test_num_nodes_is_read_from_torchrun_and_slurm(environment: dict[str, str], here: int, machines: int) -> None:
     place = find_rank(environment)
     assert place is not None
     assert place.count_here() == here

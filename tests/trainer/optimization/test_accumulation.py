@@ -104,7 +104,7 @@ def assert_trains_alike(module: Net, batches: Any, expected: Net, expected_batch
     tokens=st.sampled_from([None, "number", "tensor"]),
     clip=st.sampled_from([None, 0.05]),
 )
-def test_a_window_of_any_sizes_and_weights_equals_its_union(
+def test_windows_of_unequal_batches_and_a_short_last_one_equal_their_unions(
     sizes: list[int], window: int, tokens: str | None, clip: float | None
 ) -> None:
     """Random sizes, windows and weights; some batches have no label that counts."""
@@ -176,7 +176,7 @@ SEARCHES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_a_search_is_exact_without_a_window_and_refused_within_one(name: str) -> None:
+def test_an_optimiser_with_a_closure_is_exact_without_a_window_and_refused_within_one(name: str) -> None:
     """The earlier batches of a window are gone when a closure computes the last one again."""
     batches = make_batches([3, 4])
     net = net_of(SEARCHES[name])

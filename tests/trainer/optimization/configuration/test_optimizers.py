@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from equipoise import ConfigurationError, Trainer
 from equipoise.trainer.optimization.configuration.optimizers import NoOptimizer, move_state, parse_optimizers
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, trainer, with_optimizers
 
 
@@ -277,6 +278,21 @@ def test_an_epoch_that_is_left_steps_no_schedule_of_steps() -> None:
 
     trainer(max_epochs=2).fit(with_optimizers(configure, Module), loader(4))
     assert made[0].at == [(0, 1), (0, 2), (1, 3), (1, 4)]
+
+
+def test_optimizers_that_a_callback_exchanges_step_in_the_next_epoch() -> None:
+    class Exchanges(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 1:
+                trainer.optimizers = [SGD(pl_module.parameters(), lr=0.0)]
+
+    def trained(epochs: int, *callbacks: L.Callback) -> Small:
+        torch.manual_seed(4)
+        module = with_optimizers(sgd)
+        trainer(max_epochs=epochs, callbacks=[*callbacks]).fit(module, loader(3))
+        return module
+
+    assert_equal(trained(1), trained(2, Exchanges()))
 
 
 def test_the_state_of_an_optimiser_moves_to_a_device() -> None:
