@@ -102,7 +102,7 @@ def twice(place: Rank, port: int) -> tuple[list[float], bool, list[Any], bool]:
     return sums, stays, places, dist.is_initialized()
 
 
-def test_a_group_of_others_is_left_to_them() -> None:
+def test_a_process_group_of_others_stays_open_and_our_own_is_closed() -> None:
     sums, stays, places, remains = started(twice)
     assert sums == [3, 3, 3, 3]
     assert stays

@@ -214,7 +214,7 @@ def test_a_hook_that_needs_the_object(cls: Any, tmp_path: Path) -> None:
     assert again.global_step == 6
 
 
-def test_the_object_can_be_allowed_by_name(tmp_path: Path) -> None:
+def test_an_object_that_resumption_will_not_create_is_named_when_written_and_may_be_allowed(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=rf"'special'\['output'\] \({__name__}.Normaliser\)") as warned:
         path = saved(forecaster(), tmp_path)
     assert len([one for one in warned if "no plain data" in str(one.message)]) == 1

@@ -71,6 +71,22 @@ def test_the_size_of_a_batch_is_computed_once() -> None:
 # Values
 
 
+def test_values_that_callbacks_read_are_computed_when_read() -> None:
+    class Counting(Collection):
+        reads = 0
+
+        def values_of_step(self, dataloader_idx: int | None) -> Any:
+            self.reads += 1
+            return super().values_of_step(dataloader_idx)
+
+    logs, counting = logs_of(), Counting(training=True)
+    logs.enter(counting)
+    run(logs, [(1.0, 1), (2.0, 1), (3.0, 1)])
+    assert counting.reads == 0
+    assert plain(logs.callback_metrics)["loss_step"] == plain(logs.callback_metrics)["loss"] == 3.0
+    assert counting.reads == 1
+
+
 class Square(MeanMetric):
     """A metric that computes no tensor."""
 

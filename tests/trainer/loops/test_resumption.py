@@ -168,6 +168,19 @@ def test_gradients_of_an_open_accumulation_window_are_resumed(tmp_path: Path) ->
     assert_resumes(run, tmp_path, ("on_train_batch_start",))
 
 
+def test_values_of_the_epoch_are_of_the_whole_epoch_in_a_resumed_run(tmp_path: Path) -> None:
+    class Numbers(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("mean", float(batch_idx), on_step=False, on_epoch=True)
+            self.log("sum", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+            return self.loss(batch)
+
+    trainer(callbacks=[SavesInHooks(tmp_path, ["on_train_batch_end"], calls=[2])]).fit(Numbers(), loader(4))
+    run = trainer()
+    run.fit(Numbers(), loader(4), ckpt_path=tmp_path / "on_train_batch_end-02.ckpt")
+    assert run.callback_metrics == {"mean": 1.5, "sum": 6.0}
+
+
 @pytest.mark.filterwarnings("ignore:The checkpoint holds states of callbacks")
 def test_a_checkpoint_of_lightning_skips_the_batches_that_were_seen(tmp_path: Path) -> None:
     """It lacks the generators, so these batches are not read again."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from tests.support.trainer_runs import Small, Validated, loader, trainer
+from tests.support.trainer_runs import Small, Validated, loader, trainer, with_step
 
 
 @pytest.mark.parametrize(("minimum", "reports"), [({"min_epochs": 2, "min_steps": 7}, 1), ({}, 0)])
@@ -95,3 +95,11 @@ def test_a_module_that_an_earlier_fit_leaves_nothing_to_train_is_reported(limit:
 @pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
 def test_a_limit_of_zero_is_meant(limit: str) -> None:
     trainer(**{limit: 0}).fit(Small(), loader(2))
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_stop_iteration_that_a_step_raises_ends_the_run_with_this_error(automatic: bool) -> None:
+    module = with_step(lambda module, batch: next(iter(())))
+    module.automatic_optimization = automatic
+    with pytest.raises(StopIteration):
+        trainer().fit(module, loader())

@@ -347,7 +347,7 @@ def test_scaled_gradients_of_unequal_batches_are_weighed_as_by_hand() -> None:
 
 
 @pytest.mark.parametrize("without_loss", [0, 1, 2])
-def test_a_batch_without_a_loss_in_half_precision(without_loss: int) -> None:
+def test_a_batch_of_a_window_for_which_training_step_returns_none_under_16_mixed(without_loss: int) -> None:
     """The other batches of the window count, also if the last one has no loss."""
     batches = make_batches([4, 4, 4], dtype=torch.float32)
     module = net_with(lambda loss, batch_idx: None if batch_idx == without_loss else loss).float()

@@ -264,7 +264,7 @@ def test_a_frequency_beyond_the_epoch_counts_on_in_a_resumed_run(cls: Any, plate
     assert second.rates[-12:] == pytest.approx([0.1**power for power in powers])
 
 
-def test_an_epoch_that_is_left_steps_no_schedule_of_steps() -> None:
+def test_a_schedule_of_steps_does_not_step_where_on_train_batch_start_returns_minus_1() -> None:
     class Module(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 2 else None
