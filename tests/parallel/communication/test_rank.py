@@ -28,20 +28,30 @@ STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
         (TASK | STEP | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Rank(5, 1, 1, 8, 3)),
         # A step of its own size in a larger job.
         (TASK | STEP | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}, Rank(5, 1, 1, 8, None)),
-        # One process, whatever else is set: a step of one task, a batch script, shells.
+        # One process, whatever else is set: a step of one task.
         (FIRST | {"SLURM_NTASKS": "1"}, None),
         (FIRST | STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),
-        (BATCH_SCRIPT, None),
         ({"WORLD_SIZE": "1"}, None),
         (TASK | STEP | {"WORLD_SIZE": "8"}, Rank(5, 1, 1, 8, None)),  # Slurm says the rank
-        (BATCH_SCRIPT | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, None),
-        (FIRST | STEP | {"SLURM_JOB_NAME": "bash"}, None),
-        (FIRST | STEP | {"SLURM_JOB_NAME": "interactive"}, None),
-        (FIRST | STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_JOB_NAME": "notebook"}, None),
     ],
 )
 def test_the_rank_is_read_from_the_environment(environment: dict[str, str], place: Rank | None) -> None:
     assert find_rank(environment) == place
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        BATCH_SCRIPT,
+        BATCH_SCRIPT | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
+        FIRST | STEP | {"SLURM_JOB_NAME": "bash"},
+        FIRST | STEP | {"SLURM_JOB_NAME": "interactive"},
+        FIRST | STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_JOB_NAME": "notebook"},
+    ],
+)
+def test_slurms_variables_without_srun_are_of_one_process(environment: dict[str, str]) -> None:
+    """A batch script or a shell, whose trainer starts the other processes."""
+    assert find_rank(environment) is None
 
 
 @pytest.mark.parametrize(

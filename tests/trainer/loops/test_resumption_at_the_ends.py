@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity.resumption import Resumable
 from tests.support.equality import assert_equal
-from tests.support.resumption import Kill, Killed, KillingCheckpoint
+from tests.support.resumption import Kill, Killed, KillingCheckpoint, SavesInHooks
 from tests.support.trainer_runs import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs")
@@ -72,10 +72,16 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def fit(*callbacks: Any, path: Path | None = None, loader: str = "shuffled", **options: Any) -> Any:
+def fit(
+    *callbacks: Any,
+    path: Path | None = None,
+    loader: str = "shuffled",
+    kind: type[Dropping] = Dropping,
+    **options: Any,
+) -> Any:
     """Train, from a checkpoint with other random numbers; return the trainer."""
     torch.manual_seed(0)
-    module = Dropping()
+    module = kind()
     torch.manual_seed(1 if path is None else 7)
     options = {"limit_val_batches": 0, "enable_checkpointing": True, **options}
     run = trainer(callbacks=list(callbacks), **options)
@@ -90,6 +96,22 @@ def end_of(run: Any) -> Any:
 
 
 # In the midst of an epoch
+
+
+class Estimates(Dropping):
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_a_loader_with_state_dict_continues_at_its_place_where_steps_are_estimated(tmp_path: Path) -> None:
+    """The estimate asks for the loader before the run is resumed."""
+    saves = SavesInHooks(tmp_path, ["on_train_batch_end"], calls=[4])
+    options: dict[str, Any] = {"loader": "stateful", "kind": Estimates, "enable_checkpointing": False}
+    whole = fit(saves, **options)
+    resumed = fit(path=tmp_path / "on_train_batch_end-04.ckpt", **options)
+    assert whole.lightning_module.estimate == resumed.lightning_module.estimate == SAMPLES
+    assert_equal(end_of(whole), end_of(resumed))
 
 
 @pytest.mark.quick_cases(2)
@@ -144,6 +166,36 @@ def test_a_run_killed_behind_its_last_checkpoint_does_what_callbacks_do_at_the_e
     resumed = fit(*averaging(tmp_path / "part"), path=tmp_path / "part" / "last.ckpt", max_epochs=2)
     assert_equal(end_of(expected), end_of(resumed))
     assert resumed.lightning_module.ended == 1
+
+
+class Validates(Dropping):
+    """Counts its validations, by which a schedule steps."""
+
+    validations = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.validations += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e6)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+@pytest.mark.parametrize(
+    ("hook", "call"), [("on_train_batch_end", SAMPLES), ("on_validation_end", 1), ("on_train_epoch_end", 1)]
+)
+def test_a_validation_and_a_plateau_that_remain_after_a_checkpoint_are_done(
+    hook: str, call: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"kind": Validates, "limit_val_batches": 0.1, "max_epochs": 2}
+    options |= {"num_sanity_val_steps": 0, "enable_checkpointing": False}
+    whole = fit(SavesInHooks(tmp_path, [hook], calls=[call]), **options)
+    resumed = fit(path=tmp_path / f"{hook}-{call:02d}.ckpt", **options)
+    assert resumed.lightning_module.validations == 2
+    assert resumed.optimizers[0].param_groups[0]["lr"] == whole.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5**2
+    assert_equal(end_of(whole), end_of(resumed))
 
 
 def test_the_end_is_not_done_twice(tmp_path: Path) -> None:

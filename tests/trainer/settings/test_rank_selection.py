@@ -46,7 +46,12 @@ def plain(**options: Any) -> Any:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_plain_trainer_takes_all_gpus() -> None:
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_plain_trainer_takes_all_gpus_in_a_script_and_in_a_notebook(
+    interactive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
     run = plain()
     assert type(run.connected_strategy) is DDPStrategy
     assert (run.world_size, run.num_devices, run.num_nodes) == (4, 4, 1)

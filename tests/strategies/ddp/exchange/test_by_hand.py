@@ -32,14 +32,23 @@ def weights_of(make: type[ByHand], strategy: Any, processes: int, count: int, ba
 IN_THREE_PROCESSES = ("plain", "assigned", "penalty", "sharpness", "unused", "Limited", "Adversaries", "Truncated")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "processes"), [(name, 3 if name in IN_THREE_PROCESSES else 2) for name in PROGRAMS])
-def test_gradients_by_any_function_are_those_of_one_device(name: str, processes: int) -> None:
-    """Though the last batch is uneven."""
+def assert_as_on_one_device(name: str, processes: int) -> None:
+    """Train a program in processes and on one device, with an uneven last batch, and compare."""
     count = 4 * processes * 3 + 2 * processes - 1
     one = weights_of(PROGRAMS[name], "single_device", 1, count, 3 * processes)
     assert any(differences(one, [weight.detach() for weight in PROGRAMS[name]().parameters()], tolerance=1e-3))
     assert_equal(one, weights_of(PROGRAMS[name], "ddp", processes, count, 3), 1e-12)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "Missing"])
+def test_gradients_by_any_function_are_those_of_one_device(name: str) -> None:
+    assert_as_on_one_device(name, 3 if name in IN_THREE_PROCESSES else 2)
+
+
+@pytest.mark.thorough
+def test_a_step_by_hand_without_a_backward_in_one_process_joins_the_others() -> None:
+    assert_as_on_one_device("Missing", 2)
 
 
 @pytest.mark.few_cases(2)
@@ -151,7 +160,7 @@ REFUSED = {
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
-def test_processes_that_differ_are_refused(step: Any) -> None:
+def test_steps_by_hand_that_differ_between_processes_end_the_run_in_all(step: Any) -> None:
     make = type(step.__name__, (ByHand,), {"training_step": step})
     with pytest.raises(StepError, match=REFUSED[step]):
         weights_of(make, DDPStrategy(timeout=60), 2, 12, 3)
