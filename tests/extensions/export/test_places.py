@@ -167,11 +167,12 @@ def test_urls_that_are_refused(elsewhere: Any) -> None:
     refuses(lambda: export_weights("memory://none/x.ckpt", "memory://y"), "does not exist", error=CheckpointError)
 
 
-def test_a_run_begins_elsewhere(elsewhere: Any) -> None:
+def test_save_checkpoint_writes_safetensors_with_which_a_run_begins(elsewhere: Any) -> None:
     module = Small()
     run: Trainer = trainer()
     run.fit(module, loader())
     run.save_checkpoint("memory://run/x.safetensors")
+    assert_same(read_weights("memory://run/x.safetensors"), module.state_dict())
     other = Small()
     trainer().test(other, loader(), ckpt_path="memory://run/x.safetensors")
     assert_same(other.state_dict(), module.state_dict())

@@ -138,7 +138,7 @@ def check(report: dict[str, Any], error: str) -> None:
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("where", ["train", "validation", "callback"])
-def test_ctrl_c(where: str) -> None:
+def test_ctrl_c_releases_resources_and_raises_keyboard_interrupt(where: str) -> None:
     with running(where) as run:
         run.signal_all(signal.SIGINT)
         report = run.finish()
