@@ -44,7 +44,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "pipeline": lambda: PipelineStrategy(),
     "virtual": lambda: VirtualDevicesStrategy(count=2),
 }
-SAMPLES = 24
+SAMPLES = 16
 BATCH = 4
 BOUND = 1e-12
 

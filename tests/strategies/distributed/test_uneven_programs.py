@@ -13,12 +13,8 @@ SCRIPT = Path(__file__).with_name("uneven_programs.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes", "first", "number"),
-    [
-        ("ddp", 2, 0, 10),
-        ("ddp", 2, 100, 100),
-        ("ddp", 3, 200, 60),
-        ("fsdp", 2, 300, 40),
-    ],
+    # By that many, nearly all pairs of what is drawn have occurred: 204 of 206 in 60 programs, and 190 in 30.
+    [("ddp", 2, 100, 60), ("ddp", 3, 200, 30), ("fsdp", 2, 300, 30)],
 )
 def test_random_programs_with_uneven_sources_train_as_one_process_and_resume(
     strategy: str, processes: int, first: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ trains, and resumes from one of its checkpoints. All processes draw the same pro
 and no loader: it adds up the gradients of all samples of a step.
 """
 
+import copy
 import random
 import shutil
 import sys
@@ -235,10 +236,9 @@ def reference(program: Program) -> tuple[Network, int, list[int]]:
 
 
 def fit(
-    program: Program, strategy: str, folder: Path, checkpoint: Path | None = None
+    program: Program, strategy: str, saves: ModelCheckpoint, checkpoint: Path | None = None
 ) -> tuple[Trainer, Module, dict[str, Tensor]]:
     """Run the program, or the rest of it behind a checkpoint."""
-    every = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = Trainer(
         strategy=strategy,
         devices=len(program.promise),
@@ -247,7 +247,7 @@ def fit(
         max_epochs=program.epochs,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        callbacks=[every],
+        callbacks=[saves],
         **{**QUIET, "enable_checkpointing": True, **program.options},
     )
     module = Module()
@@ -263,7 +263,9 @@ def fit(
 def check(program: Program, strategy: str, folder: Path, numbers: random.Random) -> None:
     """Compare a program with the reference, and so the rest of it behind one of its checkpoints."""
     expected, count, after_epochs = reference(program)
-    trainer, module, weights = fit(program, strategy, folder)
+    step = numbers.randint(1, count)
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=step, save_top_k=-1)
+    trainer, module, weights = fit(program, strategy, saves)
     assert trainer.global_step == count, (trainer.global_step, count)
     assert_equal(dict(expected.state_dict()), weights, TOLERANCE)
     rates = [0.3 * 0.7**epoch for epoch in range(program.epochs)]
@@ -272,9 +274,8 @@ def check(program: Program, strategy: str, folder: Path, numbers: random.Random)
         assert module.validated == after_epochs, (module.validated, after_epochs)
 
     # The rest behind a checkpoint.
-    chosen = folder / f"step={numbers.randint(1, count)}.ckpt"
-    resumed, again, weights = fit(program, strategy, folder / "resumed", chosen)
-    assert resumed.global_step == count, (chosen.name, resumed.global_step, count)
+    resumed, again, weights = fit(program, strategy, copy.deepcopy(saves), folder / f"step={step}.ckpt")
+    assert resumed.global_step == count, (step, resumed.global_step, count)
     assert_equal(dict(expected.state_dict()), weights, TOLERANCE)
     done = len(again.validated)
     assert again.validated == module.validated[len(module.validated) - done :], (again.validated, module.validated)
