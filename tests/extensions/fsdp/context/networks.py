@@ -17,7 +17,6 @@ from tests.extensions.fsdp.programs import QUIET, weights_of
 
 __all__ = [
     "CASES",
-    "ONE_ROW",
     "POSITIONS",
     "Attention",
     "CountedPositions",
@@ -260,9 +259,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "GPT-2": (of_transformers("GPT2LMHeadModel", **GPT2), {}),
     "BERT": (of_transformers("BertForMaskedLM", **BERT), {}),
 }
-
-# Means over samples of unequal numbers of labels are others if the samples of a step lie in several batches.
-ONE_ROW = ["unweighted"]
 
 
 def fit(

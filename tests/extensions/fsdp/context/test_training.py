@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric
 from tests.extensions.fsdp.context.networks import (
     CASES,
     DECODER,
-    ONE_ROW,
     Attention,
     CountedPositions,
     Gpt,
@@ -36,28 +35,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The checkpoin
 
 
 @cache
-def on_one_device(case: str) -> dict[str, Any]:
+def on_one_device(case: str, count: int) -> dict[str, Any]:
     make, options = CASES[case]
-    return fit(make, **options)
+    return fit(make, count=count, **options)
 
 
 @pytest.mark.parametrize(
-    ("rows", "context"), [(1, 2), (1, 4), (2, 2)], ids=["context 2", "context 4", "data 2 x context 2"]
+    ("rows", "context", "cases", "count"),
+    [
+        (1, 2, [*CASES], 12),
+        # What a process sees of masks.
+        (1, 4, ["encoder", "heads", "gpt with a mask", "gpt with padding", "a window"], 12),
+        # What is summed over rows. The last step of an epoch has two samples: a batch for one of the rows.
+        (2, 2, ["encoder with the hint", "gpt", "sharded by the module", "computed again", "weighted by hand"], 10),
+    ],
+    ids=["context 2", "context 4", "data 2 x context 2"],
 )
-def test_training_on_divided_sequences_equals_that_of_one_device(rows: int, context: int) -> None:
-    cases = [case for case in CASES if rows == 1 or case not in ONE_ROW]
+def test_training_on_divided_sequences_equals_that_of_one_device(
+    rows: int, context: int, cases: list[str], count: int
+) -> None:
     expected, calls = {}, {}
     for case in cases:
         make, options = CASES[case]
-        expected[case] = partial(on_one_device, case)
-        calls[case] = partial(fit, make, fsdp(context=context), rows * context, rows=rows, **options)
+        expected[case] = partial(on_one_device, case, count)
+        options = {"rows": rows, "count": count, **options}
+        calls[case] = partial(fit, make, fsdp(context=context), rows * context, **options)
     assert_same_in_processes(rows * context, expected, calls, tolerance=1e-10)
-
-
-def test_a_row_without_a_batch() -> None:
-    """The last step of an epoch has two samples: a batch for one of two rows."""
-    run = partial(fit, lambda: Task(Gpt()), count=18)
-    assert_same_in_processes(4, {"ragged": run}, {"ragged": partial(run, fsdp(context=2), 4, rows=2)}, 1e-10)
 
 
 class OwnLoss(Task):
@@ -136,7 +139,6 @@ def run(kind: Any, mesh: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "writer", "reader"),
     [
-        (Weighted, "context 2", "one device"),
         (Task, "context 2 x tensor 2", "context 2"),
         (Weighted, "one device", "context 2 x tensor 2"),
         (Task, "context 2, in folders", "both, in folders"),
