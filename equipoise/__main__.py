@@ -17,7 +17,7 @@ from equipoise.app.config.keys import STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import CheckpointError, ConfigurationError, StepError, SweepError
 from equipoise.names.synonyms import meant_commands
-from equipoise.parallel.workers.messages.tracebacks import FULL, shortened
+from equipoise.names.tracebacks import FULL, shortened
 from equipoise.tables.width import on_terminal
 
 __all__ = ["main"]

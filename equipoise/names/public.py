@@ -5,11 +5,15 @@ module, and the same imports under `TYPE_CHECKING`, from which type checkers and
 """
 
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from equipoise.names.imports import collector_paused
+from equipoise.names.tracebacks import shortens_tracebacks, with_short_tracebacks
 
 __all__ = ["lazy_dir", "lazy_getattr", "names_of"]
 
@@ -134,11 +138,15 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which imports a public name on its first use."""
     modules_by_name = _modules_by_name(package)
 
+    @shortens_tracebacks
     def __getattr__(name: str) -> Any:
         # `equipoise.callbacks` works after `import equipoise` alone.
         if package == "equipoise" and name in _COLLECTED:
             return import_module(f"{package}.{name}")
         if name not in modules_by_name:
+            if _is_imported() and find_spec(f"{package}.{name}") is None:
+                raise ImportError(f"cannot import name {name!r} from {package!r}{_hint(name, modules_by_name)}")
+            # Python itself names the nearest attribute.
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_hint(name)}")
         try:
             with collector_paused():
@@ -151,7 +159,9 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
                 f"{name} belongs to an extension that is missing from this installation: {error.name}. Install the"
                 " whole package of Equipoise."
             ) from None
-        value = getattr(module, name)
+        value = with_short_tracebacks(getattr(module, name))
+        # Where it is defined it must be the same object, to be pickled.
+        setattr(module, name, value)
         # The next use finds the name without this function.
         setattr(sys.modules[package], name, value)
         return value
@@ -170,14 +180,25 @@ def _check_torch() -> None:
         )
 
 
-def _hint(name: str) -> str:
-    """Return where Lightning has a name, as part of the message about one that is not here; empty for any other."""
+def _is_imported() -> bool:
+    """Return True if an import statement asks for a name. From an AttributeError it would not take over the message."""
+    # This function, `__getattr__` and its decorator lie below the frame that asks.
+    names = [frame.name for frame in traceback.extract_stack(limit=4)]
+    return names[0] == "_handle_fromlist"
+
+
+def _hint(name: str, names: Iterable[str] = ()) -> str:
+    """Return the end of a message about an unknown name: where Lightning has it, or the nearest one; may be empty."""
     if not (name[:1].isupper() or name == "seed_everything"):
         return ""
-    for place in _LIGHTNING:
-        if name in import_module(place).__all__:
-            return f"; it is Lightning's: from {place} import {name}"
-    return ""
+    places = {theirs: place for place in reversed(_LIGHTNING) for theirs in import_module(place).__all__}
+    if name in places:
+        return f"; it is Lightning's: from {places[name]} import {name}"
+    nearest = get_close_matches(name, [*names, *places], n=1)
+    if not nearest:
+        return ""
+    place = places.get(nearest[0])
+    return f"; did you mean {nearest[0]!r}{f' of {place}' if place else ''}?"
 
 
 def lazy_dir(package: str) -> Callable[[], list[str]]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["FOREIGN_PRECISIONS", "meant_commands", "meant_hooks", "meant_keys", "meant_options"]
+__all__ = ["FOREIGN_PRECISIONS", "keys_named", "meant_commands", "meant_hooks", "meant_keys", "meant_options"]
 
 # By the key of a configuration: other words for it.
 _KEYS = {
     "trainer.max_epochs": "epoch epochs n_epoch n_epochs nb_epochs num_epochs num_train_epochs total_epochs",
     "trainer.max_steps": "steps n_steps num_steps num_train_steps total_steps max_iters iterations",
-    "trainer.devices": "gpu gpus n_gpu n_gpus num_gpus tpu_cores ipus num_devices nproc_per_node num_processes",
+    "trainer.devices": "gpu gpus n_gpu n_gpus num_gpus tpu_cores ipus num_devices nproc_per_node num_processes"
+    " parallel_devices device_ids stages n_stages num_stages",
     "trainer.num_nodes": "nodes nnodes machines num_machines",
     "trainer.accelerator": "device",
     "trainer.accumulate_grad_batches": "accumulate accumulation_steps accumulate_grad grad_accum grad_accum_steps"
@@ -116,6 +117,16 @@ def meant_keys(word: str) -> list[str]:
         []
     """
     return _with_word(_KEYS, word)
+
+
+def keys_named(name: str) -> list[str]:
+    """Return the keys, of those that words may stand for, whose last part is a name.
+
+    Example:
+        >>> keys_named("devices")
+        ['trainer.devices']
+    """
+    return [key for key in _KEYS if key.rpartition(".")[2] == name]
 
 
 def meant_commands(word: str, commands: Sequence[str]) -> list[str]:

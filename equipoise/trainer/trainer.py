@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from equipoise.errors import ConfigurationTypeError
-from equipoise.parallel.workers.messages.tracebacks import shortens_tracebacks
+from equipoise.names.tracebacks import shortens_tracebacks
 from equipoise.parallel.workers.preloading import preload
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.auto_strategy_and_finders import choose_strategy, search
@@ -151,8 +151,8 @@ class Trainer(PublicState):
     # False until the first fit: strategy="auto" is chosen then.
     _has_strategy = False
 
-    @shortens_tracebacks
     @reads_arguments
+    @shortens_tracebacks
     def __init__(
         self,
         *,

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from equipoise.names.tracebacks import FULL
 from equipoise.parallel.workers import availability
-from equipoise.parallel.workers.messages.tracebacks import FULL
 from tests.support.projects import write
 
 MISTAKES = [

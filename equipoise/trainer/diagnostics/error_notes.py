@@ -46,7 +46,11 @@ def add_notes(error: BaseException, module: nn.Module, batch: Any) -> None:
         notes.append(_integers(batch))
     if "inference tensor" in message.lower():
         notes.append(_OF_INFERENCE)
-    if isinstance(error, TypeError | AttributeError) and isinstance(batch, str | bytes | int | float):
+    is_sample = isinstance(batch, str | bytes | int | float)
+    is_unpacked = isinstance(error, ValueError) and "to unpack" in message
+    if is_sample and isinstance(error, TypeError | AttributeError):
+        notes.append(_no_batch(batch))
+    if is_unpacked and isinstance(batch, Tensor | str | bytes):
         notes.append(_no_batch(batch))
 
     # 2. Add the notes. A step may run within another one, which adds the same notes.
@@ -112,10 +116,10 @@ def _no_tensors(batch: Any) -> str | None:
 
 
 def _no_batch(batch: Any) -> str:
-    """Return a text about a batch that is a single number or text, as of a list that was passed as a loader."""
+    """Return a text about a batch that is one tensor, number or text, as of a list that was passed as a loader."""
     return (
-        f"The batch is {_described(batch)}: each item that a loader gives is a batch. To make batches of samples, pass"
-        " a `DataLoader(samples, batch_size=...)`."
+        f"The batch is {'of ' * isinstance(batch, Tensor)}{_described(batch)}: each item that a loader gives is a"
+        " batch. To make batches of samples, pass a `DataLoader(samples, batch_size=...)`."
     )
 
 

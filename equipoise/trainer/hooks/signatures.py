@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from equipoise.errors import ConfigurationError
@@ -12,8 +12,11 @@ from equipoise.interop.lightning.classes import base_of, is_a
 
 __all__ = ["check_hook_signatures"]
 
+# Hooks with other names. The stage is passed by its name.
+_OTHERS = ("setup", "teardown", "optimizer_step")
 # Beginnings of the names of hooks that some runs do not call.
 _CALLED_IN = {
+    "optimizer_": (TrainerFn.FITTING,),
     "on_fit_": (TrainerFn.FITTING,),
     "on_train_": (TrainerFn.FITTING,),
     "on_validation_": (TrainerFn.FITTING, TrainerFn.VALIDATING),
@@ -26,7 +29,7 @@ def check_hook_signatures(owners: Iterable[Any], fn: TrainerFn | None) -> None:
     """Refuse a hook that cannot be called.
 
     Args:
-        owners: The module and the callbacks of a run.
+        owners: The module, the callbacks and the data module of a run.
         fn: The kind of run. Hooks that it does not call are not checked.
 
     Raises:
@@ -34,13 +37,11 @@ def check_hook_signatures(owners: Iterable[Any], fn: TrainerFn | None) -> None:
             signature.
     """
     for owner in owners:
-        kind: type = Callback
-        if is_a(owner, LightningModule):
-            kind = LightningModule
-        base = base_of(owner, kind)
+        kinds = (LightningModule, LightningDataModule, Callback)
+        base = base_of(owner, next(kind for kind in kinds if kind is Callback or is_a(owner, kind)))
         for name in dir(base):
             documented = getattr(base, name)
-            if name.startswith("on_") and inspect.isfunction(documented) and _is_called(name, fn):
+            if (name.startswith("on_") or name in _OTHERS) and inspect.isfunction(documented) and _is_called(name, fn):
                 _check(owner, name, documented)
 
 
@@ -65,8 +66,9 @@ def _check(owner: Any, name: str, documented: Any) -> None:
         # Some callable objects have no readable signature.
         return
     # 3. Compare.
+    stage = ["stage"] if name in ("setup", "teardown") else []
     for candidate in (signature, signature_of_wrapper):
-        if _binds(candidate, len(positional)) or _binds(candidate, len(required)):
+        if any(_binds(candidate, len(group) - len(stage), stage) for group in (positional, required)):
             return
     names = [parameter.name for parameter in positional]
     arguments = ", ".join(names)
@@ -76,9 +78,9 @@ def _check(owner: Any, name: str, documented: Any) -> None:
     )
 
 
-def _binds(signature: inspect.Signature, count: int) -> bool:
+def _binds(signature: inspect.Signature, count: int, names: Iterable[str]) -> bool:
     try:
-        signature.bind(*range(count))
+        signature.bind(*range(count), **dict.fromkeys(names))
     except TypeError:
         return False
     return True

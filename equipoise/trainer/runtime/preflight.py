@@ -105,7 +105,8 @@ def check_run(
     fn = state.status.fn or TrainerFn.FITTING
     _check_methods(module, fn)
     warn_of_mistyped_hooks(module, hooks.datamodule, state.callbacks)
-    check_hook_signatures([module, *state.callbacks], fn)
+    owners = [module, *state.callbacks, *filter(None, [hooks.datamodule])]
+    check_hook_signatures(owners, fn)
     strategy.check_module(module, training=fn == TrainerFn.FITTING)
 
     # 2. The steps of the entry point.

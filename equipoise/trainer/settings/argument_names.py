@@ -9,7 +9,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection
-from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -97,21 +96,9 @@ def _refuse_unless_ignored(owner: str, name: str, value: Any, parameters: Collec
         )
 
     # 2. The nearest parameter, or all of them if none is near.
-    raise ConfigurationTypeError(f"{owner} takes no argument {name!r}; {_hint(name, parameters)}")
+    from equipoise.names.misfits import hint_of_argument
 
-
-def _hint(name: str, parameters: Collection[str]) -> str:
-    from equipoise.names.synonyms import meant_keys
-
-    meant = [key.removeprefix("trainer.") for key in meant_keys(name)]
-    if "ckpt_path" in meant:
-        return "did you mean `fit(ckpt_path=...)`?"
-    # A key of the configuration may have a value, as in precision=16-mixed.
-    matches = [key for key in meant if key.partition("=")[0] in parameters]
-    matches += get_close_matches(name, parameters, n=1)
-    if matches:
-        return f"did you mean {matches[0]!r}?"
-    return f"there are: {', '.join(parameters)}."
+    raise ConfigurationTypeError(f"{owner} takes no argument {name!r}; {hint_of_argument(name, parameters)}")
 
 
 def _defaults_of_lightning() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from equipoise.errors import ConfigurationError, in_one_line
 from equipoise.extensions.common.trial_arguments import UNBOUNDED
 from equipoise.extensions.timing.step_times import StepTimes
 from equipoise.extensions.timing.tune.probe import StepsProbe, Window
-from equipoise.parallel.workers.messages.tracebacks import shortened
+from equipoise.names.tracebacks import shortened
 
 __all__ = ["as_trial", "explain", "measure"]
 

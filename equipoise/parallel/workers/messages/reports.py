@@ -11,9 +11,9 @@ from typing import NoReturn, Protocol
 import cloudpickle
 
 from equipoise.errors import WorkerError
+from equipoise.names.tracebacks import RemoteTraceback, shortened
 from equipoise.parallel.payload.object_bytes import pickle_error
 from equipoise.parallel.payload.shared_payload import PayloadLayout
-from equipoise.parallel.workers.messages.tracebacks import RemoteTraceback, shortened
 
 __all__ = ["Report", "causes_among", "raise_first_cause", "raise_unended", "report_of"]
 

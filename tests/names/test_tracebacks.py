@@ -7,7 +7,7 @@ import torch
 
 from equipoise import Trainer
 from equipoise.errors import ConfigurationError, StepError
-from equipoise.parallel.workers.messages.tracebacks import FULL, shortened
+from equipoise.names.tracebacks import FULL, shortened
 from tests.support.trainer_runs import Small, loader, trainer
 
 

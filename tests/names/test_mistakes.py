@@ -1,0 +1,149 @@
+"""A mistake in a script ends in one sentence with the way out, below the script's own lines alone."""
+
+import pickle
+import runpy
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import equipoise
+from tests.support.trainer_runs import trainer
+
+DATA = TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64))
+FOLDER = f"{equipoise.__path__[0]}/"
+
+
+class Net(equipoise.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.layer(images), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+NAMES = {
+    "equipoise": equipoise,
+    "Trainer": equipoise.Trainer,
+    "DataModule": equipoise.LightningDataModule,
+    "Net": Net,
+    "DATA": DATA,
+    "torch": torch,
+    "trainer": trainer,
+    "loader": DataLoader(DATA, batch_size=4),
+}
+
+# What the error says, and what a script does.
+MISTAKES = {
+    # Arguments.
+    "did you mean 'find_unused_parameters'?": "equipoise.DDPStrategy(find_unused_params=True)",
+    "OOMRecovery takes no argument 'max_part'; there are: policy,": "equipoise.OOMRecovery(max_part=3)",
+    "EnsembleStrategy does not take 3 without a name: write NAME=3; there are: members,": (
+        "equipoise.EnsembleStrategy(3)"
+    ),
+    "Trainer does not take 10 without a name: write NAME=10; there are: accelerator,": "Trainer(10)",
+    "PipelineStrategy takes no argument 'stages'; did you mean `Trainer(devices=...)`?": (
+        "equipoise.PipelineStrategy(stages=2)"
+    ),
+    "DDPStrategy takes no argument 'num_nodes'; did you mean `Trainer(num_nodes=...)`?": (
+        "equipoise.DDPStrategy(num_nodes=2)"
+    ),
+    "Trainer.fit takes no argument 'epochs'; did you mean `Trainer(max_epochs=...)`?": (
+        "trainer().fit(Net(), loader, epochs=3)"
+    ),
+    "did you mean 'train_dataloaders'?": "trainer().fit(Net(), train_dataloader=loader)",
+    "predict_memory: missing a required argument: 'module'.": "equipoise.predict_memory()",
+    "every_n_steps must be an integer of at least 1, not 0.": "equipoise.MemoryLogger(every_n_steps=0)",
+    "max_epochs must be an integer": "Trainer(max_epochs='10')",
+    # Names.
+    "cannot import name 'ModelCheckpoint' from 'equipoise'; it is Lightning's: from lightning.pytorch.callbacks import"
+    " ModelCheckpoint": "from equipoise import ModelCheckpoint",
+    "did you mean 'EarlyStopping' of lightning.pytorch.callbacks?": "from equipoise import EarlyStoping",
+    "did you mean 'MemoryLogger'?": "from equipoise import MemoryLoger",
+    "no attribute 'seed_everything'; it is Lightning's": "equipoise.seed_everything(1)",
+    # Hooks.
+    "`Data.setup` is called with (stage), but is defined as `()`. Take `(self, stage)`.": """
+class Data(DataModule):
+    def setup(self):
+        pass
+
+    def train_dataloader(self):
+        return loader
+
+trainer().fit(Net(), datamodule=Data())
+""",
+    "`Steps.optimizer_step` is called with (epoch, batch_idx, optimizer, optimizer_closure)": """
+class Steps(Net):
+    def optimizer_step(self):
+        pass
+
+trainer().fit(Steps(), loader)
+""",
+    # Steps.
+    "it must have a single element. Try `.mean()`.": """
+class Logs(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("scores", self.layer(batch[0]))
+
+trainer().fit(Logs(), loader)
+""",
+    "The batch is of shape [4], torch.float32: each item that a loader gives is a batch.": (
+        "trainer().fit(Net(), torch.zeros(8, 4))"
+    ),
+    "The batch is of type str: each item that a loader gives is a batch.": "trainer().fit(Net(), 'data.csv')",
+    "set `self.automatic_optimization = False`.": """
+class Twice(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss.backward()
+        return loss
+
+trainer().fit(Twice(), loader)
+""",
+    "The loss is not connected to any parameter": """
+class Detached(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+trainer().fit(Detached(), loader)
+""",
+    # An error of a library.
+    "stack expects each tensor to be equal size": (
+        "trainer().fit(Net(), torch.utils.data.DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=2))"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.quick_cases(8)
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize(("message", "script"), MISTAKES.items(), ids=list(MISTAKES))
+def test_one_sentence_below_the_lines_of_the_script(message: str, script: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    with pytest.raises(Exception, match=r".") as caught:
+        runpy.run_path(str(path), NAMES)
+    text = "".join(traceback.format_exception(caught.value))
+    assert message in text.splitlines()[-1] or any(message in note for note in getattr(caught.value, "__notes__", []))
+    assert f'File "{path}", line' in text
+    assert FOLDER not in text
+
+
+def test_modules_can_be_imported() -> None:
+    from equipoise import callbacks, errors
+
+    assert callbacks.Callback is equipoise.Callback
+    assert errors.ConfigurationError is equipoise.ConfigurationError
+
+
+def test_a_decorated_function_is_the_one_of_its_module() -> None:
+    assert pickle.loads(pickle.dumps(equipoise.predict_memory)) is equipoise.predict_memory
