@@ -73,9 +73,15 @@ def check_values(values: Mapping[str, Any]) -> None:
         if not isinstance(part, dict) or "_target_" not in part:
             way_out = _way_out(key, part)
             raise ConfigurationError(
-                f"{key} must say what to build, by a _target_ and its arguments; it is {part!r}.{way_out}"
+                f"{key} must say what to build, by a _target_ and its arguments; it is {_shown(part)}.{way_out}"
             )
         check_targets(part, key)
+
+
+def _shown(part: Any) -> str:
+    if isinstance(part, dict):
+        return f"a mapping with {', '.join(map(str, part)) or 'nothing in it'}"
+    return repr(part)
 
 
 def check_loggers(values: Mapping[str, Any]) -> None:
@@ -111,7 +117,7 @@ def _way_out(key: str, part: Any) -> str:
         return f" Its file, conf/{group}/NAME.yaml, must begin with the line `# @package {group}.NAME`."
     if not name or not isinstance(part, dict):
         return ""
-    return f" If it is an option of the group, choose it: {group}=[...] replaces the whole list, so name {name} in it."
+    return f" {group}=[...] replaces the whole list: if {name} is an option of the group, name it as well."
 
 
 def _check_no_groups(trainer: Mapping[str, Any]) -> None:

@@ -24,6 +24,10 @@ __all__ = ["explain", "options"]
 
 # Groups of which a run may choose several options.
 _GROUPS_OF_MAPPINGS = ("callbacks", "logger")
+# What is no key, since the module makes it.
+_OPTIMISERS = ("optim", "optimiser", "optimizer", "optimizers", "scheduler", "lr_scheduler")
+# First words of the options that packages of Hydra add to its launchers and sweepers.
+_PLUGINS = ("ax", "joblib", "nevergrad", "optuna", "ray", "rq", "submitit")
 
 
 def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
@@ -72,7 +76,7 @@ def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _explain_missing_file(error, folders)
     if isinstance(error, OverrideParseException):
-        return f"Cannot read {error.override!r}: write key=value, special characters in quotes, as in key='\"a=b\"'."
+        return f"Cannot read {error.override!r}: {_way_to_write(error.override or '')}"
 
     # 2. Errors of OmegaConf that name a key.
     if not isinstance(error, OmegaConfBaseException):
@@ -86,6 +90,20 @@ def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> 
     return f"{start}{key}: {problem}."
 
 
+def _way_to_write(argument: str) -> str:
+    """Return how to write an argument that cannot be read."""
+    file = re.search(rf"({'|'.join(GROUPS)})/(\w+)\.yaml$", argument)
+    if file is not None:
+        return f"a file is chosen by its group and name, as {file[1]}={file[2]}."
+    if argument == "help":
+        return "did you mean --help?"
+    if argument.count("[") != argument.count("]") or argument.count("{") != argument.count("}"):
+        return "the shell divides arguments at spaces: put the whole argument in quotes, as in 'key=[a, b]'."
+    if len(re.findall(r"(?:^|\s)[\w.]+=", argument)) > 1:
+        return "give each key=value as an argument of its own."
+    return "write key=value without spaces, special characters in quotes, as in key='\"a=b\"'."
+
+
 def _explain_missing_file(error: MissingConfigException, folders: Sequence[Path]) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     present = error.options or options(group, folders)
@@ -94,11 +112,16 @@ def _explain_missing_file(error: MissingConfigException, folders: Sequence[Path]
         return f"The defaults list names {option!r}, for which there is no file {option}.yaml" + did_you_mean(
             option, present, meant=meant
         )
+    if group == "trainer":
+        return f"There is no {option!r} in the group 'trainer': its keys are given one by one, as in trainer.KEY=VALUE."
     hint = did_you_mean(option, present, meant=meant_options(group, option, present))
-    # Users may add files to these groups alone.
+    # Users add files to these groups alone.
     way_out = ""
-    if group in _GROUPS_OF_MAPPINGS:
+    plugin, _, kind = option.partition("_")[0], *group.rpartition("/")[1:]
+    if group in (*_GROUPS_OF_MAPPINGS, "module", "data", "experiment"):
         way_out = f" A file conf/{group}/{option}.yaml adds one."
+    elif plugin in _PLUGINS:
+        way_out = f" A plugin of Hydra adds it: pip install hydra-{plugin}-{kind}."
     return f"There is no {option!r} in the group {group!r}{hint}{way_out}"
 
 
@@ -162,6 +185,11 @@ def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) 
     if parent:
         return _unknown_key_in(parent, name, mapping, folders)
     names += GROUPS
+    if name in _OPTIMISERS:
+        return (
+            f"There is no key {key!r} in the configuration: `configure_optimizers` of the module makes optimisers and"
+            " schedulers, from arguments of the module, such as module.lr."
+        )
     path = _path_below(name, mapping, names)
     meant = [] if path is None else [path]
     return f"There is no key {key!r} in the configuration{did_you_mean(name, names, meant=meant)}"
@@ -196,7 +224,8 @@ def _unknown_key_in(parent: str, name: str, mapping: Mapping[Any, Any], folders:
         return f"{key!r} is not part of the configuration, but {target} takes it: add it by +{key}=VALUE."
 
     # 6. Any other key.
-    hint = did_you_mean(name, names, f"{parent}.")
+    meant = [path for path in meant_keys(name) if path.rpartition(".")[::2] in [(parent, there) for there in names]]
+    hint = did_you_mean(name, names, f"{parent}.", meant)
     return f"There is no key {key!r} in the configuration{hint}"
 
 

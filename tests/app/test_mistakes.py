@@ -33,10 +33,15 @@ MISTAKES = [
     ("fit callbacks=[early_stoping]", "no 'early_stoping' in the group 'callbacks'", "did you mean 'early_stopping'?"),
     ("fit callbacks.early_stopping.patience=3", "not part of the configuration", "callbacks=[early_stopping]"),
     ("fit module=wide module.width=3", "but tiny.wide.Wide takes it", "add it by +module.width=VALUE"),
+    ("fit module.learning_rate=3", "no key 'module.learning_rate'", "did you mean 'module.lr'?"),
+    ("fit optimizer.lr=3", "no key 'optimizer'", "`configure_optimizers` of the module makes optimisers"),
     ("fit module=wide module.widht=3", "no key 'module.widht'", "there are: lr, settings, sizes."),
     ("fit precision=17", "no 17 in the group 'precision'", "16-mixed, 16-true"),
     ("fit strategy=deepspeed", "strategy='deepspeed' is not supported", "strategy='fsdp'"),
     ("fit data=null", "no null in the group 'data'", "~data leaves the group out"),
+    ("fit data=mnist", "no 'mnist' in the group 'data'", "A file conf/data/mnist.yaml adds one."),
+    ("fit trainer=gpu", "no 'gpu' in the group 'trainer'", "as in trainer.KEY=VALUE"),
+    ("fit hydra/launcher=submitit_slurm", "no 'submitit_slurm'", "pip install hydra-submitit-launcher"),
     ("fit experiment=shrt", "no 'shrt' in the group 'experiment'", "did you mean 'short'?"),
     ("fit experiment=group", "no group 'modul' to override", "did you mean 'module'?"),
     # values
@@ -46,6 +51,8 @@ MISTAKES = [
     ("fit trainer.enable_progress_bar=perhaps", "trainer.enable_progress_bar: Value 'perhaps'", "bool"),
     ("fit trainer.limit_train_batches=few", "limit_train_batches must be of type int | float", "it is 'few'"),
     ("fit trainer.devices=many", "devices", "many"),
+    ("fit trainer.accelerator=cuda:1", "names one device", "give devices=['cuda:1']"),
+    ("fit module.lr=[1,2]", "it is [1, 2]", "--multirun module.lr=1,2"),
     ("fit callbacks=[early_stopping]", "callbacks.early_stopping.monitor must be given a value", "=VALUE"),
     ("fit callbacks=[timer] callbacks.timer.interval=year", "interval=year", "epoch"),
     ("fit module.lr=abc", "module.lr must be of type float, as Line annotates it", "it is 'abc'"),
@@ -61,7 +68,11 @@ MISTAKES = [
     ("fit test=perhaps", "test must be true or false", "'perhaps'"),
     ("fit module.lr=${nope}", "module.lr: Interpolation key 'nope' not found", ""),
     ("fit trainer.max_epochs=1,2", "trainer.max_epochs=1,2", "--multirun"),
-    ("fit foo", "Cannot read 'foo'", "key=value"),
+    ("fit foo", "Cannot read 'foo'", "key=value without spaces"),
+    ("fit trainer.max_epochs = 3", "Cannot read 'trainer.max_epochs'", "key=value without spaces"),
+    ("fit trainer.devices=[cpu, cpu]", "Cannot read 'trainer.devices=[cpu,'", "the whole argument in quotes"),
+    ("fit conf/experiment/short.yaml", "Cannot read", "as experiment=short"),
+    ("fit help", "Cannot read 'help'", "did you mean --help?"),
     ("fit x=[1", "Cannot read 'x=[1'", "quotes"),
     ("fit experiment=torn", "torn.yaml, line 4", "expected"),
     # targets
@@ -75,6 +86,10 @@ MISTAKES = [
     ),
     ("fit module._target_=tiny.module.Line.lr.x", "tiny.module.Line has no 'lr'", ""),
     ("fit module._target_=tiny.__name__", "must be a class or a function", "'tiny'"),
+    ("fit module._target_=tiny/module.py:Line", "cannot be imported", "as Python imports it, tiny.module.Line."),
+    ("fit module._target_=Line", "cannot be imported", "did you mean 'tiny.module.Line'?"),
+    ("fit module._target_=tiny.Line", "cannot be imported", "did you mean 'tiny.module.Line'?"),
+    ("fit module._target_=tiny.unfinished.Line", "unfinished.py, line 1", "class Line"),
     ("fit +module.x={_target_:fractions.Fractin}", "module.x._target_='fractions.Fractin'", "'Fraction'"),
     ("fit +module.x={_target_:fractions.Fraction,numer:1}", "module.x.numer is not an argument", "numerator"),
     ("fit ~module.lr", "Line needs lr", "module.lr=VALUE"),
@@ -83,7 +98,7 @@ MISTAKES = [
     (
         "fit callbacks=[] +callbacks.model_checkpoint.monitor=val_loss",
         "callbacks.model_checkpoint must say what to build",
-        "name model_checkpoint in it",
+        "if model_checkpoint is an option of the group, name it as well",
     ),
     ("fit ~module._target_", "module must say what to build", "_target_"),
     # runs
@@ -154,6 +169,7 @@ def test_one_message(project, equipoise, line, what, way_out):
             "conf/self.yaml": "defaults: [equipoise, _self, module: line, data: points]\n",
             "conf/experiment/torn.yaml": "# @package _global_\ntrainer: {\n  max_epochs: 3\n",
             "tiny/broken.py": "import not_installed\n",
+            "tiny/unfinished.py": "class Line\n",
             "tiny/wide.py": """
                 from tiny.module import Line
 

@@ -79,6 +79,8 @@ def _contradiction(target: Callable[..., Any], key: str, annotation: Any, value:
     if value is None:
         text = "null"
         way_out = f" If null has a meaning, annotate it as {type_name} | None."
+    elif isinstance(value, list):
+        way_out = f" A sweep takes its values without brackets: --multirun {key}={','.join(map(str, value))}."
     return f"{key} must be of type {type_name}, as {target_name} annotates it; it is {text}.{way_out}"
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from equipoise.app.config.annotations import check_types, parameters_of
 from equipoise.app.config.keys import KEYS, STAGES
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
+from equipoise.formats import format_path
 from equipoise.names.synonyms import meant_keys
 
 __all__ = [
@@ -125,6 +127,9 @@ def locate(path: str, key: str) -> Callable[..., Any]:
         <class 'collections.OrderedDict'>
     """
     message_start = f"{key}._target_={path!r} cannot be imported: "
+    as_imported = re.sub(r"\.py\b", "", path).replace("/", ".").replace(":", ".")
+    if as_imported != path:
+        raise ConfigurationError(f"{message_start}write it as Python imports it, {as_imported}.")
     value: Any = None
     names: list[str] = []
     for name in path.split("."):
@@ -185,17 +190,35 @@ def _import(name: str, package: ModuleType | None, message_start: str) -> Module
             raise ConfigurationError(f"{message_start}{name} failed with: {error}.{way_out}") from error
     except ImportError as error:
         raise ConfigurationError(f"{message_start}{name} failed with: {error}.") from error
+    except SyntaxError as error:
+        place = f"{format_path(str(error.filename))}, line {error.lineno}"
+        raise ConfigurationError(f"{message_start}{place}: {error.msg}: {(error.text or '').strip()}") from error
 
     # 2. It is missing.
+    last = name.rpartition(".")[2]
+    defined = _definition(last, package)
+    if defined:
+        raise ConfigurationError(f"{message_start}did you mean {defined!r}?")
     if package is None:
         raise ConfigurationError(
             f"{message_start}there is no module {name!r}, neither installed nor beside the folder of configurations."
         )
     options = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", []))]
     options += _names_defined_in(package)
-    last = name.rpartition(".")[2]
     hint = did_you_mean(last, options)
     raise ConfigurationError(f"{message_start}{package.__name__} has no {last!r}{hint}")
+
+
+def _definition(name: str, package: ModuleType | None) -> str | None:
+    """Return the path of the class or function of this name in a package, or beside the folder of configurations."""
+    # `import_paths` puts that folder first.
+    folder = Path(sys.path[0] if package is None else next(iter(getattr(package, "__path__", [])), ""))
+    start = [] if package is None else package.__name__.split(".")
+    is_definition = re.compile(rf"^(class|def) {re.escape(name)}\b", flags=re.MULTILINE)
+    for file in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")]):
+        if is_definition.search(file.read_text(encoding="utf-8", errors="replace")):
+            return ".".join([*start, *file.relative_to(folder).with_suffix("").parts, name])
+    return None
 
 
 def _advice_to_install(error: ModuleNotFoundError, name: str) -> str:

@@ -1,5 +1,6 @@
 """Choose the devices of a run, from the arguments and the rank of this process."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -152,6 +153,8 @@ def _device_type(accelerator: Any, named_devices: list[torch.device] | None) -> 
             f"accelerator={accelerator!r}: {unsupported} are not supported. Take one of {options}; 'auto' takes the"
             " GPUs if there are any, else the CPU."
         )
+    if re.fullmatch(r"(cpu|cuda|mps):\d+", str(accelerator)):
+        raise ConfigurationError(f"accelerator={accelerator!r} names one device: give devices=[{str(accelerator)!r}].")
     name = check_choice("accelerator", accelerator, _ACCELERATORS)
     if name == "auto" and named_devices:
         return named_devices[0].type
