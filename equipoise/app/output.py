@@ -9,14 +9,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from equipoise.formats import format_path
 from equipoise.interop.remote.paths import AnyPath
-from equipoise.parallel.shards.reading import ShardReader, is_sharded_checkpoint
-from equipoise.trainer.checkpointing.file import completion_time, newest_first
-from equipoise.trainer.checkpointing.file_reading import read_checkpoint
+from equipoise.trainer.checkpointing.file import completion_time
 from equipoise.trainer.logging.csv_rows import put_aside
 
-__all__ = ["begun_folder", "is_job_of_sweep", "note_interrupt", "remove_if_empty", "without_empty_folder"]
+__all__ = ["begun_folder", "is_job_of_sweep", "remove_if_empty", "without_empty_folder"]
 
 # A logger writes it before the first step.
 _HYPERPARAMETERS = "hparams.yaml"
@@ -58,27 +55,6 @@ def begun_folder(output: AnyPath, values: Mapping[str, Any]) -> Iterator[None]:
                 aside.rename(metrics)
             _put_back(configuration, earlier)
         raise
-
-
-def note_interrupt(error: KeyboardInterrupt, output: AnyPath, steps: int) -> None:
-    """Note at an interrupt of a fit what is lost, and how to go on.
-
-    Args:
-        error: The interrupt.
-        output: The folder of the run.
-        steps: Steps that the fit has made; 0 if this process does not know.
-    """
-    files: list[AnyPath] = [*output.glob("**/*.ckpt")]
-    at = f", and the fit was at step {steps:,}" if steps else ""
-    for newest in newest_first(files):
-        file = ShardReader(newest).rest if is_sharded_checkpoint(newest) else newest
-        saved = read_checkpoint(file, values=False).get("global_step", 0)
-        error.add_note(
-            f"The newest checkpoint is of step {saved:,}{at}. The same command with ckpt_path=last goes on from it:"
-            f" {format_path(str(newest))}"
-        )
-        return
-    error.add_note(f"There is no checkpoint to go on from{at}.")
 
 
 def _entries(folder: AnyPath) -> dict[str, int | None]:

@@ -32,12 +32,14 @@ from equipoise.app.build import (
     plain_values,
 )
 from equipoise.app.hydra_errors import explain
-from equipoise.app.output import begun_folder, note_interrupt, without_empty_folder
+from equipoise.app.output import begun_folder, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.app.torchrun import agree_with_first, check_can_share, is_first, launched_rank
 from equipoise.errors import ConfigurationError
 from equipoise.formats import format_path
 from equipoise.interop.remote.paths import AnyPath, to_path
+from equipoise.trainer.checkpointing.file import newest_first
+from equipoise.trainer.runtime.continuing import note_interrupt
 
 __all__ = ["run", "run_values"]
 
@@ -210,7 +212,7 @@ def _run_stages(
         result = run_stage(module, datamodule=data, ckpt_path=values["ckpt_path"])
     except KeyboardInterrupt as error:
         if stage == "fit":
-            note_interrupt(error, to_path(values["output_dir"]), trainer.global_step)
+            _note_interrupt(error, trainer, to_path(values["output_dir"]))
         raise
     metrics = dict(trainer.callback_metrics)
 
@@ -234,6 +236,16 @@ def _run_stages(
         else:
             warnings.warn("test=true, but there is no test_step or no test_dataloader: no test is run.", stacklevel=2)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _note_interrupt(error: KeyboardInterrupt, trainer: Any, output: AnyPath) -> None:
+    """Note how the command continues a fit that was interrupted."""
+    files: list[AnyPath] = newest_first([*output.glob("**/*.ckpt")])
+    # The callbacks of other processes know what they have saved.
+    if trainer.strategy.processes.spawns:
+        note_interrupt(error, files[0] if files else None, 0)
+    if files:
+        error.add_note("The same command with ckpt_path=last does so, too.")
 
 
 def _has_test(module: Any, data: Any) -> bool:

@@ -60,7 +60,7 @@ def load_extension(kind: str, name: str) -> Any:
     except Exception as error:
         raise ConfigurationError(
             f"{name!r} among the {kind} cannot be loaded: the package {package_of(point)} offers {point.value}, which"
-            f" fails with {type(error).__name__}: {error}"
+            f" fails with {type(error).__name__}: {str(error).rstrip('.')}."
         ) from error
 
 

@@ -39,6 +39,7 @@ from equipoise.trainer.hooks.hooks import Hooks
 from equipoise.trainer.optimization.configuration.optimizers import move_state, parse_optimizers
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.preparation import begin_run, prepare, set_up
+from equipoise.trainer.runtime.continuing import newest_saved, note_interrupt
 from equipoise.trainer.runtime.preflight import placing, refuse_lost_reports
 from equipoise.trainer.runtime.request import Request
 from equipoise.trainer.runtime.run_data import RunData
@@ -369,6 +370,8 @@ class _Run:
                 self.request.datamodule.on_exception(error)
             for logger in state.loggers:
                 logger.finalize("failed")
+            if isinstance(error, KeyboardInterrupt) and self.request.fitting:
+                note_interrupt(error, newest_saved(state.callbacks), self.fit_loop.global_step)
         finally:
             unbind_log(module, state.callbacks)
             forget_run(module)

@@ -421,7 +421,7 @@ def test_an_interrupt_ends_with_130_and_everything_released(project, equipoise):
     code, _, err = equipoise("fit")
     assert code == 130
     assert "interrupted" in err
-    assert "There is no checkpoint to go on from, and the fit was at step 1." in err
+    assert "There is no checkpoint of this fit. Lost: 1 step." in err
     assert "Traceback" not in err
     assert [row["train_loss"] for row in rows(only_run(project))]  # what was logged until then is on disk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -437,8 +437,9 @@ def test_an_interrupt_says_how_to_go_on(project, equipoise):
     code, _, err = equipoise("fit", "trainer.max_epochs=4")
     assert code == 130
     (path,) = (only_run(project) / "checkpoints").iterdir()
-    assert "The newest checkpoint is of step 2, and the fit was at step 3." in err
-    assert f"ckpt_path=last goes on from it: {path.relative_to(project)}" in err
+    way_out = f"ckpt_path='{path.relative_to(project)}' continues."
+    assert f"The newest checkpoint is of step 2. Lost: 1 step. {way_out}" in " ".join(err.split())
+    assert "The same command with ckpt_path=last does so, too." in err
 
 
 @pytest.mark.thorough

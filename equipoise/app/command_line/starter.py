@@ -36,7 +36,8 @@ def write_project(arguments: Sequence[str], folders: Sequence[Path]) -> None:
         shutil.copytree(starter_folder(), folder, ignore=ignore, dirs_exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"equipoise init cannot write into {name!r}: {error}. Name another.") from error
-    print(f"A project is in {folder}. Train it:\n\n  cd {folder} && equipoise fit")
+    change = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    print(f"A project is in {folder.resolve().name}. Train it:\n\n  {change}equipoise fit")
     if importlib.util.find_spec("sklearn") is None:
         print("\nIts data come from scikit-learn, which is not installed: pip install scikit-learn")
 

@@ -53,7 +53,7 @@ def monitored(trainer: Any) -> dict[str, str]:
 
 
 def saved_checkpoints(trainer: Any) -> list[tuple[str, str]]:
-    """Return the path of each callback's best checkpoint, with "best checkpoint" or "checkpoint" before it."""
+    """Return the paths of each callback's best and last checkpoint, with what they are before them."""
     checkpoints = []
     for callback in _checkpoint_callbacks(trainer):
         if callback.best_model_path:
@@ -61,6 +61,8 @@ def saved_checkpoints(trainer: Any) -> list[tuple[str, str]]:
             if callback.monitor:
                 kind = "best checkpoint"
             checkpoints.append((kind, format_path(callback.best_model_path)))
+        if callback.last_model_path:
+            checkpoints.append(("last checkpoint", format_path(callback.last_model_path)))
     return checkpoints
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import rich
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.text import Text
 
 from equipoise.callbacks.copied_state import copied_state
@@ -182,8 +183,9 @@ class RunReport(FitRecorder):
         # 2. Record the last values.
         fit.throughput.pause(monotonic())
         self.recorded.on_exception(trainer)
-        if isinstance(exception, KeyboardInterrupt):
-            self._conclude(trainer, pl_module, "interrupted")
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            cause = "" if isinstance(exception, KeyboardInterrupt) else "SIGTERM ended it."
+            self._conclude(trainer, pl_module, "interrupted", cause)
             return
         # 3. Write the report. The other processes pass their errors on to the main process.
         error = "".join(traceback.format_exception(exception))

@@ -4,6 +4,7 @@ from time import monotonic
 from typing import Any
 
 import rich
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -69,6 +70,8 @@ class RunSummary(FitRecorder):
         outcome = f"stopped by {type(exception).__name__}"
         if isinstance(exception, KeyboardInterrupt):
             outcome = "interrupted"
+        if isinstance(exception, SIGTERMException):
+            outcome = "ended by SIGTERM"
         self._conclude(trainer, outcome)
 
     # Table.

@@ -3,9 +3,11 @@
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from equipoise.formats import format_path
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.processes import Processes
 from equipoise.trainer.loops.fit_state import FitState
+from equipoise.trainer.runtime.continuing import newest_saved
 from equipoise.trainer.runtime.signals import EndOnSignal
 from equipoise.trainer.state.progress import Progress
 from equipoise.trainer.state.run_state import RunState
@@ -65,8 +67,12 @@ class Stopping:
 
     def say_why(self) -> None:
         """Report the limit that has ended training, if one has."""
-        if self._limit:
-            rank_zero_info(f"`Trainer.fit` stopped: `{self._limit}={getattr(self.state, self._limit)}` reached.")
+        if not self._limit:
+            return
+        rank_zero_info(f"`Trainer.fit` stopped: `{self._limit}={getattr(self.state, self._limit)}` reached.")
+        newest = newest_saved(self.state.callbacks)
+        if newest is not None:
+            rank_zero_info(f"A larger {self._limit} with ckpt_path='{format_path(str(newest))}' continues the fit.")
 
     def warn_of_earlier_fit(self) -> None:
         """Warn that this fit trains nothing, if an earlier one has reached the limit."""

@@ -16,6 +16,12 @@ def test_init_says_what_the_project_needs(tmp_path, equipoise, monkeypatch):
     assert "not installed: pip install scikit-learn" in out
 
 
+def test_init_in_the_present_folder(tmp_path, equipoise, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert equipoise("init", ".")[1].startswith("A project is in mine. Train it:\n\n  equipoise fit\n")
+
+
 def test_init_refuses_what_is_not_empty(project, equipoise):
     (project / "full").mkdir()
     (project / "full" / "file").touch()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -221,6 +222,13 @@ class TestBroken:
         assert "in training_step" in error.all("pre")[-1].text
         assert curves(document)["loss", "val"] == ([2], [10])
         assert facts(document)["steps"] == "3"
+
+    @BOTH
+    def test_the_end_by_sigterm_is_no_failure(self, cls: type):
+        with pytest.raises(SystemExit):
+            fit(cls, failing(SIGTERMException), loader(3))
+        assert "Small interrupted" in read().one("header").text
+        assert "SIGTERM ended it." in sections(read())["What went wrong"].text
 
     @BOTH
     def test_an_interrupt_is_no_failure(self, cls: type):

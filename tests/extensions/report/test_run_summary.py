@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 import equipoise
@@ -159,6 +160,11 @@ class TestTable:
         assert "Checkpoint: last.ckpt\n" in plain.getvalue()
         assert "best" not in rows(plain.getvalue())
 
+    def test_the_last_checkpoint_beside_the_best(self, plain: io.StringIO, tmp_path: Path):
+        saving = ModelCheckpoint(tmp_path, monitor="loss", save_last=True)
+        fit([RunSummary(), saving], loader(2), enable_checkpointing=True)
+        assert "Last checkpoint: last.ckpt\n" in plain.getvalue()
+
     @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
     def test_the_table_of_zero_epochs(self, plain: io.StringIO, tmp_path: Path, cls: type):
         fit([RunSummary()], loader(2), cls=cls, max_epochs=0)
@@ -184,7 +190,12 @@ class TestInterrupted:
 
     @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
     @pytest.mark.parametrize(
-        ("error", "title"), [(KeyboardInterrupt, "Fit interrupted"), (ValueError, "Fit stopped by ValueError")]
+        ("error", "title"),
+        [
+            (KeyboardInterrupt, "Fit interrupted"),
+            (ValueError, "Fit stopped by ValueError"),
+            (SIGTERMException, "Fit ended by SIGTERM"),
+        ],
     )
     def test_a_broken_fit_shows_what_it_has(
         self, plain: io.StringIO, clock: Clock, tmp_path: Path, error: type[BaseException], title: str, cls: type
