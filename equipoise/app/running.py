@@ -112,10 +112,36 @@ def _run_in_folder(config: DictConfig, values: dict[str, Any], output: AnyPath) 
 def _plain_values(config: DictConfig, stage: str | None) -> dict[str, Any]:
     """Return a configuration as plain values, with the stage that the command has chosen."""
     with _explained():
-        values = plain_values(config)
+        values = _in_own_folder(plain_values(config))
     if stage is not None:
         values["stage"] = stage
     return values
+
+
+def _in_own_folder(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a run; those that an earlier run has recorded, with this run's folder for that one's.
+
+    A recorded configuration names the folder in which it stands. A second run there would replace files of the first.
+    """
+    if not HydraConfig.initialized():
+        return values
+    runtime = HydraConfig.get().runtime
+    recorded = values.get("output_dir")
+    if not any(source.provider == "main" and source.path == recorded for source in runtime.config_sources):
+        return values
+    own: dict[str, Any] = _with_text(values, str(recorded), runtime.output_dir)
+    return {**own, "ckpt_path": values["ckpt_path"]}
+
+
+def _with_text(value: Any, old: str, new: str) -> Any:
+    """Return a nested value with one text in place of another, wherever it occurs."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, dict):
+        return {key: _with_text(part, old, new) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_with_text(part, old, new) for part in value]
+    return value
 
 
 @contextmanager

@@ -62,6 +62,24 @@ def test_the_configuration_is_kept_as_it_was_resolved(project, equipoise):
 
 
 @pytest.mark.thorough
+def test_a_recorded_configuration_runs_again_in_a_folder_of_its_own(project, equipoise):
+    equipoise("fit", "seed=1", "module.lr=0.25", "~callbacks.memory_logger")
+    first = only_run(project)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    code, _, _ = equipoise("fit", "--config-dir", str(first))
+    assert code == 0
+    second = newest_run(project)
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+    assert (second / "metrics.csv").read_text() == (first / "metrics.csv").read_text()
+    kept = yaml.safe_load((second / "config.yaml").read_text())
+    assert kept["module"]["lr"] == 0.25
+    assert kept["output_dir"] == kept["logger"]["csv"]["save_dir"] == str(second)
+    checkpoint = str(next(first.glob("checkpoints/*.ckpt")))
+    code, _, _ = equipoise("validate", "--config-dir", str(first), f"ckpt_path={checkpoint}")
+    assert code == 0
+
+
+@pytest.mark.thorough
 def test_constructors_take_plain_values(project, equipoise, monkeypatch):
     modules = []
     monkeypatch.setattr(Trainer, "fit", lambda self, model, **kwargs: modules.append(model))
