@@ -84,7 +84,11 @@ def read_run(run_files: FoundRun) -> Reading:
         try:
             if path.stat().st_size > _MOST_BYTES[name]:
                 raise ValueError(f"it has more than {_MOST_BYTES[name]:,} bytes")
-            values |= read(path)
+            found = read(path)
+            if "curves" in found:
+                # Loggers receive no learning rates.
+                found["curves"] = {**values.get("curves", {}), **found["curves"]}
+            values |= found
             written = path.stat().st_mtime
             values.setdefault("began", written)
             # A run that goes on, or was killed, lasted at least until it wrote this.

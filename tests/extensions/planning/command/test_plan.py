@@ -99,7 +99,7 @@ def test_the_plan_as_json_and_its_page(net: Path, equipoise: Any) -> None:
 @pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_the_table_of_a_plan(net: Path, equipoise: Any) -> None:
-    code, out, err = equipoise("plan", "trainer.devices=RTX4090")
+    code, out, err = equipoise("plan", "trainer.devices=RTX4090", "strategy=pipeline")
     assert code == 0, err
     assert "tracing a step without memory" in err
     assert "RTX4090" in out
@@ -136,6 +136,15 @@ def test_divided_sequences_need_half_of_the_activations(net: Path, equipoise: An
     assert [whole["batches"], divided["batches"]] == [2, 1]
     # The second dimension of this batch is none of positions.
     assert "module.py" in planned("strategy.context=2")["reason"]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("without_processes")
+def test_one_device_has_one_row_besides_that_of_the_configured_strategy(net: Path, equipoise: Any) -> None:
+    for arguments, expected in (((), ["single_device"]), (("strategy=ddp",), ["ddp", "single_device"])):
+        code, out, err = equipoise("plan", "--json", "trainer.devices=24GiB", *arguments)
+        assert code == 0, err
+        assert sorted(plan["strategy"] for plan in json.loads(out)["strategies"]) == expected
 
 
 @pytest.mark.thorough
