@@ -156,6 +156,6 @@ def _last(state: "RunState", trainer: object, entry_point: str) -> str | None:
     if not existing and not is_in_ray():
         rank_zero_warn(
             f"`{entry_point}(ckpt_path='last')`: there is no last checkpoint yet, so the module's present weights are"
-            " used. ModelCheckpoint(save_last=True) writes one."
+            " used. ModelCheckpoint(dirpath=FOLDER, save_last=True) writes one where the next program looks."
         )
     return existing[0] if existing else None
