@@ -14,7 +14,16 @@ from equipoise.extensions.runs.found import natural
 from equipoise.extensions.runs.run import Run
 from equipoise.formats import counted, format_bytes, format_count, format_duration, format_number
 
-__all__ = ["Column", "best_run", "columns_of", "further_keys", "main_metrics", "newest_first", "sorted_runs"]
+__all__ = [
+    "Column",
+    "best_run",
+    "columns_of",
+    "further_keys",
+    "main_metrics",
+    "newest_first",
+    "sorted_runs",
+    "telling_columns",
+]
 
 Value = float | str | None
 
@@ -60,6 +69,18 @@ def columns_of(keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:
         Column("time", attrgetter("seconds"), format_duration),
         Column("peak memory", attrgetter("peak"), format_bytes),
     ]
+
+
+def telling_columns(columns: Sequence[Column], runs: Sequence[Run]) -> list[Column]:
+    """Return the columns without empty ones, and without last values that are the best ones in all runs."""
+    cells = {column.head: [column.cell(run) for run in runs] for column in columns}
+    telling = []
+    for column in columns:
+        best = column.head.replace("last ", "best ", 1)
+        is_twice = column.kind == "result" and best != column.head and cells[column.head] == cells.get(best)
+        if any(cells[column.head]) and not is_twice:
+            telling.append(column)
+    return telling
 
 
 def _value_of_key(key: str) -> Callable[[Run], Value]:

@@ -29,20 +29,17 @@ def with_classes(configuration: Mapping[str, str]) -> dict[str, str]:
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
-    """Return the keys whose values differ between runs, those that all have first; runs without one do not count."""
+    """Return the keys whose values differ between runs, those of most values first; runs without one do not count.
+
+    Keys that some configurations lack come last.
+    """
     configurations = [run.configuration for run in runs if run.configuration]
     keys: dict[str, None] = {}
     for configuration in configurations:
         keys.update(dict.fromkeys(key for key in configuration if key not in _UNTOLD))
-    everywhere = []
-    somewhere = []
-    for key in keys:
-        texts = {configuration.get(key) for configuration in configurations}
-        if None in texts:
-            somewhere.append(key)
-        elif len(texts) > 1:
-            everywhere.append(key)
-    return everywhere + somewhere
+    values = {key: {configuration.get(key) for configuration in configurations} for key in keys}
+    differing = [key for key in keys if len(values[key]) > 1]
+    return sorted(differing, key=lambda key: (None in values[key], -len(values[key])))
 
 
 def differences_between(run: Run, other: Run) -> list[str]:

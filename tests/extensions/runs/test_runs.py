@@ -234,14 +234,21 @@ class TestShown:
         write_run("b", lr=0.2, state="failed", error="ValueError: [bold]no[/bold]", curves={})
         text = shown(capsys)
         *_, first, second = (line.split() for line in text.splitlines()[1:6])
-        assert "outputs" in text.partition("─")[0]
         assert "module.lr" in text.partition("─")[0]
-        assert first[:4] == ["a", "finished", "0.9000", "0.8000"]
-        assert second[:4] == ["b", "failed", "-", "-"]
-        assert ("0.1" in first, "0.2" in second) == (True, True)
         assert "outputs/b: ValueError: [bold]no[/bold]" in text
-        assert first[-4:] == ["20", "1:00", "1.0", "GiB"]
+        assert first == ["a", "finished", "0.9000", "0.1", "0.2500", "0.8000", "2", "20", "1:00", "1.0", "GiB"]
+        assert second[:5] == ["b", "failed", "-", "0.2", "-"]
         assert "save_dir" not in text
+
+    def test_a_run_and_its_error_are_a_line_each(self, write_run: WriteRun, capsys: Any):
+        write_run("2026-01-31/10-20-30-123456", lr=0.1)
+        write_run("a_name_that_says_much_too_much", lr=0.2, error="ValueError: " + "no " * 200)
+        lines = shown(capsys).splitlines()
+        assert [line[:42].rstrip() for line in lines[4:6]] == [
+            " 31 Jan 10:20:30             finished",
+            " a_name_that_says_much_to…   finished",
+        ]
+        assert lines[-1].endswith("…")
 
     @pytest.mark.parametrize(
         ("order", "expected"),

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import rich
@@ -14,10 +14,21 @@ from rich.text import Text
 
 from equipoise.app.command import present, read_flags
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.common.page.markup import cut
 from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.report.run_file.plain_json import as_json
-from equipoise.extensions.runs.columns import columns_of, further_keys, main_metrics, newest_first, sorted_runs
+from equipoise.extensions.runs.columns import (
+    Column,
+    columns_of,
+    further_keys,
+    main_metrics,
+    newest_first,
+    sorted_runs,
+    telling_columns,
+)
 from equipoise.extensions.runs.command.page import runs_page
+from equipoise.extensions.runs.command.runs_table import beside_curves
+from equipoise.extensions.runs.command.shown_runs import shown_runs
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.found import find_runs, folders_of
 from equipoise.extensions.runs.reading import read_runs
@@ -31,6 +42,7 @@ _TAKES = "equipoise runs takes FOLDERS, --sort=COLUMN, --json and --html=PATH"
 # Columns of a terminal; the page has more, and JSON has all.
 _MOST_KEYS = 6
 _MOST_METRICS = 3
+_LONGEST_NAME = 25
 _STYLES = {"finished": "green", "failed": "red", "interrupted": "yellow", "running": "cyan", "unknown": "dim"}
 
 
@@ -94,7 +106,7 @@ def _print(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Seque
     # Errors and paths stand outside of the table, so that it does not break them.
     for run in runs:
         if run.error:
-            print_text(Text.assemble((f"{run.name}: ", "dim"), run.error), console)
+            print_text(Text.assemble((f"{run.name}: ", "dim"), cut(run.error)), console)
     for failure in unreadable:
         text = printable(f"{failure.path}: {failure.reason}")
         print_text(Text.assemble(("Not read: ", "dim"), text), console)
@@ -102,36 +114,33 @@ def _print(runs: Sequence[Run], unreadable: Sequence[Unreadable], folders: Seque
 
 def _print_table(runs: Sequence[Run], console: Console) -> None:
     keys = differing_keys(runs)
-    # Those that find no room are the last: the values come first, then what differs, then the costs.
-    values, costs = columns_of([], main_metrics(runs)[:_MOST_METRICS]), len(columns_of([], []))
-    columns = [*values[:-costs], *columns_of(keys[:_MOST_KEYS], [])]
-    # A column in which no run has a value tells nothing.
-    columns = [column for column in columns if any(column.cell(run) for run in runs)]
+    columns = telling_columns(columns_of(keys[:_MOST_KEYS], main_metrics(runs)[:_MOST_METRICS]), runs)
+    main = beside_curves(columns)
+    # Those that find no room are the last ones.
+    columns.sort(key=lambda column: (column not in main, _place_of(column)))
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    root = _shared_folder(runs)
-    table.add_column(f"run in {root}" if root.parts else "run", overflow="fold")
+    table.add_column("run", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for column in columns:
         # As texts, since rich would read brackets as markup.
-        if column.head in keys:
+        if column.kind == "key":
             table.add_column(Text(column.head), overflow="fold")
         else:
             table.add_column(Text(column.head), justify="right")
-    for run in runs:
-        name = PurePath(run.name).relative_to(root).as_posix().replace("/", "/\n")
-        cells = [Text(column.cell(run) or "-") for column in columns]
-        table.add_row(Text(name), Text(run.state, _STYLES[run.state]), *cells)
+    for row in shown_runs(runs):
+        cells = [Text(column.cell(row.run) or "-") for column in columns]
+        table.add_row(Text(cut(row.name, _LONGEST_NAME)), Text(row.run.state, _STYLES[row.run.state]), *cells)
     print_table(table, console, repeated=2, leaves_out=True)
     further = len(keys) - _MOST_KEYS
     if further > 0:
         print_text(f"{further_keys(further)}: --html and --json show all.", console)
 
 
-def _shared_folder(runs: Sequence[Run]) -> PurePath:
-    """Return the innermost folder that all runs are in, as their names begin with it."""
-    parents = [PurePath(run.name).parents for run in runs]
-    shared = set.intersection(*map(set, parents))
-    return max(shared, key=lambda path: len(path.parts), default=PurePath())
+def _place_of(column: Column) -> int:
+    """Return the place of a column by its kind."""
+    if column.kind == "result":
+        return 0 if column.head.startswith("best ") else 2
+    return 1 if column.kind == "key" else 3
 
 
 def _as_json(runs: Sequence[Run], unreadable: Sequence[Unreadable]) -> Any:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from equipoise.extensions.common.page.markup import Markup, cut, hint, join, tag
-from equipoise.extensions.runs.columns import Column, best_run, columns_of, further_keys
+from equipoise.extensions.runs.columns import Column, best_run, columns_of, further_keys, telling_columns
 from equipoise.extensions.runs.command.shown_runs import ShownRun
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.run import Run
 
-__all__ = ["key_to_lines", "runs_table"]
+__all__ = ["beside_curves", "key_to_lines", "runs_table"]
 
 _MOST_KEYS = 12
 _LONGEST_CELL = 80
@@ -26,9 +26,9 @@ def runs_table(shown: Sequence[ShownRun], links: Sequence[str | None], metrics: 
     # 1. The columns, results first.
     runs = [row.run for row in shown]
     keys = differing_keys(runs)
-    columns = _telling(columns_of(keys[:_MOST_KEYS], metrics), runs)
+    columns = telling_columns(columns_of(keys[:_MOST_KEYS], metrics), runs)
     columns.sort(key=lambda column: column.kind != "result")
-    styles = _styles(columns, _beside(columns, runs))
+    styles = _styles(columns, beside_curves(columns))
     best = {name: _best_value(name, runs) for name in metrics}
 
     # 2. The rows.
@@ -53,23 +53,10 @@ def key_to_lines(row: ShownRun) -> Markup:
     return tag("i", class_=f"key {row.style}")
 
 
-def _telling(columns: Sequence[Column], runs: Sequence[Run]) -> list[Column]:
-    """Return the columns without empty ones, and without last values that are the best ones in all runs."""
-    cells = {column.head: [column.cell(run) for run in runs] for column in columns}
-    telling = []
-    for column in columns:
-        best = column.head.replace("last ", "best ", 1)
-        is_twice = column.kind == "result" and best != column.head and cells[column.head] == cells.get(best)
-        if any(cells[column.head]) and not is_twice:
-            telling.append(column)
-    return telling
-
-
-def _beside(columns: Sequence[Column], runs: Sequence[Run]) -> list[Column]:
+def beside_curves(columns: Sequence[Column]) -> list[Column]:
     """Return the columns that stay where the table stands beside the curves: a result, and the key of most values."""
     results = [column for column in columns if column.kind == "result"]
     keys = [column for column in columns if column.kind == "key"]
-    keys.sort(key=lambda column: -len({column.cell(run) for run in runs}))
     return results[:1] + keys[:1]
 
 
