@@ -19,6 +19,7 @@ __all__ = [
     "best_run",
     "columns_of",
     "further_keys",
+    "is_learning_rate",
     "main_metrics",
     "newest_first",
     "sorted_runs",
@@ -59,7 +60,7 @@ def columns_of(keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:
     """Return the columns behind name and state: what differs, the best and last value of metrics, then the costs."""
     columns = [Column(key, _value_of_key(key), kind="key") for key in keys]
     for name in metrics:
-        if not _is_learning_rate(name):
+        if not is_learning_rate(name):
             columns.append(Column(f"best {name}", _value_of_metric(name, "best"), format_number, "result"))
         columns.append(Column(f"last {name}", _value_of_metric(name, "last"), format_number, "result"))
     return [
@@ -141,12 +142,12 @@ def _place_of_kind(name: str) -> int:
     for place, word in enumerate(_KINDS):
         if word in name.lower():
             return place
-    if _is_learning_rate(name):
+    if is_learning_rate(name):
         return len(_KINDS) + 1
     return len(_KINDS)
 
 
-def _is_learning_rate(name: str) -> bool:
+def is_learning_rate(name: str) -> bool:
     """Return whether a metric is a learning rate: a metric to loggers, of which no value is the best."""
     return name.startswith("lr-")
 

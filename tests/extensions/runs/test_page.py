@@ -227,6 +227,20 @@ class TestParallelCoordinates:
         words = [each.text for each in sections(document)["Parallel coordinates"].all("text")]
         assert [word for word in words if word[0].isalpha()] == ["module.lr", "best val_loss"]
 
+    def test_many_runs_have_shades_by_the_result_and_round_numbers(self):
+        runs = [
+            run(number, configuration={"module.lr": f"{0.1 * 1.1**number}"}, curves={"val_loss": {1.0: float(number)}})
+            for number in range(25)
+        ]
+        found = sections(page(*runs))["Parallel coordinates"]
+        lines = [each.attributes["class"].split()[1:] for each in found.one("svg", "parallel").all("g", "line")]
+        # The best one is drawn last, over all others.
+        assert [lines[0], lines[-1]] == [["q4", "run-24"], ["q0", "run-0"]]
+        assert len({shade for shade, _ in lines}) == 5
+        assert "the better its val_loss" in found.text
+        words = [each.text for each in found.all("text")]
+        assert words[1:4] == ["0.1", "0.2", "0.4"]
+
     def test_texts_have_their_order_and_missing_values_a_gap(self):
         names = ("b", "a", None)
         runs = []

@@ -110,6 +110,7 @@ function prepareChart(plot) {
     return button;
   };
   const reset = tool("Whole range", () => zoom(0, 1));
+  prepareScale(plot, tool);
   tool("CSV", () => save(plot));
   plot.closest("figure").append(tools);
 
@@ -193,6 +194,86 @@ function prepareChart(plot) {
   plot.addEventListener("pointerleave", () => { tip.hidden = true; cross?.setAttribute("visibility", "hidden"); });
 }
 
+// Whether the axis up is logarithmic, by the title of a chart; it outlives the content of a page that is refreshed.
+const scaled = {};
+const titleOf = (plot) => plot.closest("figure").querySelector("h3")?.firstChild.textContent ?? "values";
+
+// A switch for the axis up, where its values span a decade.
+function prepareScale(plot, tool) {
+  const values = [...plot.querySelectorAll(".line")].flatMap((line) => valuesOf(line)[1]).filter(isFinite);
+  const [least, most] = values.reduce(([low, high], each) => [Math.min(low, each), Math.max(high, each)], [Infinity, -Infinity]);
+  if (plot.dataset.y !== "number" || !(least > 0 && most >= 10 * least)) return;
+  const title = titleOf(plot), drawn = plot.dataset.up, isLog = () => plot.dataset.up.endsWith("log");
+  const button = tool("Log scale", () => {
+    scaled[title] = !isLog();
+    for (const other of document.querySelectorAll(".plot")) if (titleOf(other) === title) other.dispatchEvent(new Event("scale"));
+  });
+  plot.addEventListener("scale", () => {
+    if (scaled[title] !== isLog()) {
+      const air = 0.04 * (most - least), linear = `${least - air} ${most + air} linear`;
+      const ends = drawn.endsWith("log") === scaled[title] ? drawn : scaled[title] ? `${least} ${most} log` : linear;
+      plot.dataset.up = ends;
+      drawUp(plot);
+    }
+    button.setAttribute("aria-pressed", isLog());
+  });
+  button.setAttribute("aria-pressed", isLog());
+  if (title in scaled) plot.dispatchEvent(new Event("scale"));
+}
+
+// From a value to pixels from the top of a chart.
+function downIn(plot) {
+  const [low, high, kind] = plot.dataset.up.split(" "), straight = kind === "log" ? Math.log : (y) => y;
+  const [least, most] = [straight(Number(low)), straight(Number(high))], bottom = Number(plot.dataset.bottom);
+  return (value) => 8 + (1 - (straight(value) - least) / (most - least)) * (bottom - 8);
+}
+
+// From a value to thousandths of the width of a chart.
+function acrossIn(plot) {
+  const straight = plot.dataset.log ? Math.log : (x) => x;
+  const [left, right] = [straight(Number(plot.dataset.low)), straight(Number(plot.dataset.high))];
+  return (value) => (1000 * (straight(value) - left)) / (right - left);
+}
+
+function drawUp(plot) {
+  const [low, high] = plot.dataset.up.split(" ").map(Number), down = downIn(plot), across = acrossIn(plot);
+  // 1. The lines. A value that is no finite number leaves a gap.
+  for (const line of plot.querySelectorAll(".line")) {
+    const [xs, ys] = valuesOf(line), path = line.querySelector("path:not(.raw)"), dots = [...line.querySelectorAll("circle")];
+    const heights = ys.map((y) => (isFinite(y) ? down(y) : NaN)), drawn = heights.filter(isFinite);
+    path.dataset.whole = heights.map((y, index) => (isFinite(y) ? (isFinite(heights[index - 1]) ? "L" : "M") + across(xs[index]) + " " + y : "")).join("");
+    path.setAttribute("d", path.dataset.whole);
+    dots.forEach((dot, index) => dot.setAttribute("cy", drawn[drawn.length - dots.length + index]));
+  }
+  plot.closest("section").querySelector(".smoothing input")?.dispatchEvent(new Event("input"));
+
+  // 2. The words beside the axis, and their lines.
+  const ticks = plot.dataset.up.endsWith("log") ? powersBetween(low, high) : ticksBetween(low, high, { dataset: { x: "number" } });
+  const make = (name, parts) => {
+    const piece = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(parts)) piece.setAttribute(key, value);
+    return piece;
+  };
+  for (const rule of plot.querySelectorAll(".rule")) rule.remove();
+  plot.prepend(...ticks.map((tick) => make("line", { class: "rule", x1: 0, x2: "100%", y1: down(tick), y2: down(tick) })));
+  const labels = plot.parentElement.querySelector(".labels"), told = ticks.map(number);
+  const width = 10 + Math.round(6.3 * Math.max(...told.map((word) => word.length)));
+  labels.setAttribute("width", width);
+  labels.replaceChildren(...ticks.map((tick, index) => {
+    const word = make("text", { x: width - 8, y: down(tick) + 4, "text-anchor": "end" });
+    word.textContent = told[index];
+    return word;
+  }));
+}
+
+// Powers of ten, with 2 and 5 times each where they are few.
+function powersBetween(low, high) {
+  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))], stride = Math.ceil((last - first) / 6);
+  const sizes = last - first > 2 ? [1] : [1, 2, 5], values = [];
+  for (let power = first; power <= last; power += stride) values.push(...sizes.map((size) => size * 10 ** power));
+  return values.filter((value) => value >= low && value <= high);
+}
+
 // A table of all values of a chart. No name begins a formula of a spreadsheet.
 function save(plot) {
   const quoted = (text) => '"' + text.replace(/^(?=[=+\-@\t\r])/, "'").replaceAll('"', '""') + '"';
@@ -203,7 +284,7 @@ function save(plot) {
   }
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([rows.join("\n") + "\n"], { type: "text/csv" }));
-  link.download = (plot.closest("figure").querySelector("h3")?.firstChild.textContent ?? "values").replace(/[^\w.-]+/g, "_") + ".csv";
+  link.download = titleOf(plot).replace(/[^\w.-]+/g, "_") + ".csv";
   link.click();
   URL.revokeObjectURL(link.href);
 }
@@ -218,20 +299,16 @@ function smooth(line, strength) {
   line.classList.toggle("smooth", strength > 0);
   line.querySelector(".raw")?.remove();
   if (!strength) { path.setAttribute("d", path.dataset.whole); return; }
-  const plot = line.closest(".plot"), [xs, ys] = valuesOf(line);
-  const [low, high, kind] = plot.dataset.up.split(" "), straight = kind === "log" ? Math.log : (y) => y;
-  const across = plot.dataset.log ? Math.log : (x) => x;
-  const [left, right] = [across(Number(plot.dataset.low)), across(Number(plot.dataset.high))];
-  const [least, most] = [straight(Number(low)), straight(Number(high))], bottom = Number(plot.dataset.bottom);
+  const plot = line.closest(".plot"), [xs, ys] = valuesOf(line), down = downIn(plot), across = acrossIn(plot);
   const step = (xs[xs.length - 1] - xs[0]) / (xs.length - 1);
   let mean = null, before = null, commands = "";
   xs.forEach((x, index) => {
-    const value = straight(ys[index]);
+    // A mean of places is one of logarithms on a logarithmic axis.
+    const value = down(ys[index]);
     if (!isFinite(value)) return;
     mean = mean === null ? value : mean + (1 - strength ** ((x - before) / step)) * (value - mean);
     before = x;
-    const y = 8 + (1 - (mean - least) / (most - least)) * (bottom - 8);
-    commands += (commands ? "L" : "M") + (1000 * (across(x) - left)) / (right - left) + " " + y;
+    commands += (commands ? "L" : "M") + across(x) + " " + mean;
   });
   const raw = path.cloneNode();
   raw.setAttribute("class", "raw");

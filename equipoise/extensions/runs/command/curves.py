@@ -7,7 +7,8 @@ import numpy
 from equipoise.extensions.common.page.charts import Line, line_chart
 from equipoise.extensions.common.page.markup import Markup, cut, hint, section, tag
 from equipoise.extensions.common.page.scales import Point
-from equipoise.extensions.runs.command.shown_runs import ShownRun
+from equipoise.extensions.runs.columns import is_learning_rate
+from equipoise.extensions.runs.command.shown_runs import COLOURS, ShownRun
 from equipoise.extensions.runs.run import Curve
 from equipoise.formats import Unit
 
@@ -49,13 +50,17 @@ def curves_section(title: str, shown: Sequence[ShownRun], metrics: Sequence[str]
             lines,
             x=x,
             y="number",
-            log="loss" in name.lower(),
+            # Learning rates of several runs span decades.
+            log="loss" in name.lower() or is_learning_rate(name),
             most_points=min(250, most_points),
             has_legend=False,
             most_dots=_MOST_DOTS // len(lines),
         )
         figures.append(figure)
-    return section(title, tag("div", *figures, class_="charts overlaid"))
+    style = "charts overlaid"
+    if len(shown) > COLOURS:
+        style += " many"
+    return section(title, tag("div", *figures, class_=style))
 
 
 def _lines(name: str, shown: Sequence[ShownRun], x: Unit) -> list[Line]:

@@ -10,7 +10,7 @@ from equipoise.extensions.common.page.markup import Markup, cut, hint, join, sec
 from equipoise.extensions.common.page.page import html_page, page_header, recommendation_section
 from equipoise.extensions.runs.columns import best_run, main_metrics
 from equipoise.extensions.runs.command.curves import curves_section
-from equipoise.extensions.runs.command.parallel import parallel_coordinates
+from equipoise.extensions.runs.command.parallel import parallel_section
 from equipoise.extensions.runs.command.runs_table import key_to_lines, runs_table
 from equipoise.extensions.runs.command.shown_runs import ShownRun, shown_runs, sweep_folder, time_in_words
 from equipoise.extensions.runs.configuration import differences_between, differing_keys
@@ -115,9 +115,7 @@ def _sections_of_runs(runs: Sequence[Run], sweep: PurePath | None, folder: Path)
     )
 
     # 3. What differs, and the results.
-    coordinates = parallel_coordinates(shown, differing_keys(runs)[:_MOST_AXES], drawn[:_MOST_RESULTS])
-    if coordinates is not None:
-        yield section("Parallel coordinates", coordinates, note="a line for each run, through what differs")
+    yield parallel_section(shown, differing_keys(runs)[:_MOST_AXES], drawn[:_MOST_RESULTS])
 
     # 4. What was run.
     yield _origins_section(shown)

@@ -1,20 +1,20 @@
-"""Parallel coordinates of the runs of a sweep: an axis for each value that differs, a line for each run.
+"""Parallel coordinates of runs: an axis for each value that differs, a line for each run.
 
 Source: A. Inselberg, The plane with parallel coordinates (The Visual Computer 1, 1985).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from equipoise.extensions.common.page.charts import path_through, stretched
-from equipoise.extensions.common.page.markup import Markup, cut, join, picture, tag
-from equipoise.extensions.common.page.scales import Scale
-from equipoise.extensions.runs.command.shown_runs import ShownRun
+from equipoise.extensions.common.page.markup import Markup, cut, join, picture, section, tag
+from equipoise.extensions.common.page.scales import Scale, make_scale
+from equipoise.extensions.runs.command.shown_runs import COLOURS, ShownRun
 from equipoise.extensions.runs.run import Run
 from equipoise.formats import format_count
 
-__all__ = ["parallel_coordinates"]
+__all__ = ["parallel_section"]
 
 _LONGEST_WORD = 18
 _LEAST_RUNS = 3
@@ -24,6 +24,12 @@ _TOP = 30
 _BOTTOM = 230
 # Share of the width left and right of the first and last axis.
 _MARGIN = 0.06
+# Pixels that an axis needs; the picture is wider where there is room.
+_AXIS_WIDTH = 120
+# Values of an axis that each have a word; more are told by round numbers.
+_MOST_WORDS = 8
+# Shades of lines, from the best to the worst run, where there are more runs than colours.
+_SHADES = 5
 # Of its greatest value to its least one, from which on an axis of positive numbers is logarithmic.
 _DECADE = 10
 # Share of the height between two words beside an axis.
@@ -47,8 +53,8 @@ class _Axis(NamedTuple):
     marks: Sequence[_Mark]
 
 
-def parallel_coordinates(shown: Sequence[ShownRun], keys: Sequence[str], metrics: Sequence[str]) -> Markup | None:
-    """Return the picture; None for fewer than three runs, or without two axes.
+def parallel_section(shown: Sequence[ShownRun], keys: Sequence[str], metrics: Sequence[str]) -> Markup | None:
+    """Return the section; None for fewer than three runs, or without two axes.
 
     Args:
         shown: The runs.
@@ -70,7 +76,26 @@ def parallel_coordinates(shown: Sequence[ShownRun], keys: Sequence[str], metrics
     drawn = [axis for axis in axes if axis is not None]
     if len(drawn) < 2:
         return None
-    return _picture(drawn, shown)
+    note = "a line for each run, through what differs"
+    styles = {number: row.style for number, row in enumerate(shown)}
+    if len(shown) > COLOURS and metrics:
+        styles = _shades(shown, metrics[0])
+        note += f"; the stronger its colour, the better its {metrics[0]}"
+    return section("Parallel coordinates", _picture(drawn, styles), note=note)
+
+
+def _shades(shown: Sequence[ShownRun], metric: str) -> dict[int, str]:
+    """Return the CSS class of each run by its place in the order of a metric, the worst first."""
+    values = {}
+    for number, row in enumerate(shown):
+        known = row.run.metrics.get(metric)
+        if known is not None and math.isfinite(known.best):
+            values[number] = known.best if known.mode == "max" else -known.best
+    ordered = sorted(range(len(shown)), key=lambda number: values.get(number, -math.inf))
+    shades = {}
+    for place, number in enumerate(ordered, start=1):
+        shades[number] = f"q{(len(shown) - place) * _SHADES // len(shown)}"
+    return shades
 
 
 def _value(key: str, run: Run | None) -> str | None:
@@ -110,7 +135,11 @@ def _axis_of_numbers(name: str, numbers: Sequence[float]) -> _Axis | None:
     high = finite[-1]
     scale = Scale(low, high, (), "number", log=low > 0 and high / low >= _DECADE)
     heights = [scale.place(number) if math.isfinite(number) else None for number in numbers]
-    return _Axis(name, heights, _apart([(format_count(number), scale.place(number)) for number in finite]))
+    told = finite
+    if len(finite) > _MOST_WORDS:
+        ticks = make_scale(finite, "number", tight=True, log=scale.log).ticks
+        told = sorted({low, *ticks, high})
+    return _Axis(name, heights, _apart([(format_count(number), scale.place(number)) for number in told]))
 
 
 def _apart(marks: Sequence[_Mark]) -> list[_Mark]:
@@ -123,30 +152,31 @@ def _apart(marks: Sequence[_Mark]) -> list[_Mark]:
     return [*placed, highest]
 
 
-def _picture(axes: Sequence[_Axis], shown: Sequence[ShownRun]) -> Markup:
+def _picture(axes: Sequence[_Axis], styles: Mapping[int, str]) -> Markup:
+    """Draw the axes and, in the order of `styles`, a line for each run by its number."""
     # 1. The lines.
     step = (1 - 2 * _MARGIN) / (len(axes) - 1)
     shares = [_MARGIN + step * place for place in range(len(axes))]
     lines = []
-    for number, row in enumerate(shown):
+    for number, style in styles.items():
         positions: list[tuple[float, float | None]] = []
         for share, axis in zip(shares, axes, strict=True):
             height = axis.heights[number]
             positions.append((share, None if height is None else _down(height)))
         path = tag("path", d=path_through(positions))
         # The script of the page finds the lines of a run by the last class.
-        lines.append(tag("g", path, class_=f"line {row.style} run-{number}"))
+        lines.append(tag("g", path, class_=f"line {style} run-{number}"))
     # 2. The axes.
-    drawn = [_axis(axis, share) for axis, share in zip(axes, shares, strict=True)]
+    drawn = [_axis(axis, share, is_first=axis is axes[0]) for axis, share in zip(axes, shares, strict=True)]
     names = ", ".join(axis.name for axis in axes)
     coordinates = picture(
-        f"Parallel coordinates of {len(shown)} runs: {names}",
+        f"Parallel coordinates of {len(styles)} runs: {names}",
         # Only lines lie in the picture that is stretched.
         stretched(_HEIGHT, *lines),
         # Words lie over lines.
         *drawn,
         class_="parallel",
-        width="100%",
+        width=_AXIS_WIDTH * len(axes),
         height=_HEIGHT,
     )
     return tag("figure", tag("div", coordinates, class_="scroll"), class_="chart")
@@ -156,12 +186,14 @@ def _down(height: float) -> float:
     return _BOTTOM - height * (_BOTTOM - _TOP)
 
 
-def _axis(axis: _Axis, share: float) -> Markup:
+def _axis(axis: _Axis, share: float, *, is_first: bool) -> Markup:
     x = f"{100 * share:.2f}%"
     line = tag("line", x1=x, x2=x, y1=_TOP, y2=_BOTTOM, class_="rule")
     name = tag("text", cut(axis.name, _LONGEST_WORD), x=x, y=12, text_anchor="middle", class_="name")
+    # Words stand to the left of their axis; those of the first one would be cut there.
+    side, anchor = (7, "start") if is_first else (-7, "end")
     words = []
     for word, height in axis.marks:
-        # To the left of the axis, in the middle of its place.
-        words.append(tag("text", cut(word, _LONGEST_WORD), x=x, y=f"{_down(height) + 4:.1f}", dx=-7, text_anchor="end"))
+        down = f"{_down(height) + 4:.1f}"
+        words.append(tag("text", cut(word, _LONGEST_WORD), x=x, y=down, dx=side, text_anchor=anchor))
     return join(line, name, *words)

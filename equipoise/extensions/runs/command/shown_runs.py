@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from equipoise.extensions.runs.run import Run
 
-__all__ = ["ShownRun", "shown_runs", "sweep_folder", "time_in_words"]
+__all__ = ["COLOURS", "ShownRun", "shown_runs", "sweep_folder", "time_in_words"]
 
 # Colours in the style sheet.
-_COLOURS = 20
+COLOURS = 20
 # Folders that the command names by date and time, such as "2026-01-31/10-20-30-123456".
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)/(\d\d-\d\d-\d\d)(?:-\d+)?$")
 
@@ -42,8 +42,8 @@ def shown_runs(runs: Sequence[Run], best: Run | None = None) -> list[ShownRun]:
     began = sorted(range(len(runs)), key=lambda number: runs[number].began or 0.0)
     styles = {}
     for place, number in enumerate(began):
-        styles[number] = f"c{place % _COLOURS}"
-        if place // _COLOURS % 2:
+        styles[number] = f"c{place % COLOURS}"
+        if place // COLOURS % 2:
             # The next twenty have the same colours again.
             styles[number] += " dashed"
         if runs[number] is best:

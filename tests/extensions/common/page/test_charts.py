@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,15 +136,31 @@ def test_on_a_narrow_screen_every_second_word_of_boundaries_is_hidden():
     assert {word.text for word in words if "odd" in word.attributes.get("class", "")} == {"epoch 5", "epoch 15"}
 
 
+def used(folder: Path, points: list[tuple[float, float]], script: str, **given: Any) -> str:
+    """Return a page with a line after a script has run, as Chromium has it then."""
+    chart = line_chart("t", [Line(label="a", style="val", points=points)], **{"x": "step", "y": "number", **given})
+    page = html_page("t", page_header("k", "t", "now"), [section("s", chart)])
+    # The policy of the page lets no other script run.
+    page = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", f"<script>{script}</script></body>")
+    (folder / "page.html").write_text(page)
+    assert BROWSER is not None
+    command = [BROWSER, "--headless", "--no-sandbox", "--dump-dom", str(folder / "page.html")]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
 # The user drags from 20% to 25% of the width.
-DRAG = """<script>
+DRAG = """
   const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
   plot.setPointerCapture = () => {};
   for (const [name, share] of [["pointerdown", 0.2], ["pointermove", 0.25], ["pointerup", 0.25]]) {
     const place = { clientX: box.left + share * box.width, clientY: box.top + 20 };
     plot.dispatchEvent(new PointerEvent(name, { ...place, bubbles: true, pointerType: "mouse" }));
   }
-</script></body>"""
+"""
+# The user takes the other scale once, or twice.
+SWITCH = """
+  for (const button of document.querySelectorAll(".tools button")) if (button.textContent === "Log scale") button.click();
+"""
 
 
 @pytest.mark.slow
@@ -158,13 +175,35 @@ DRAG = """<script>
     ],
 )
 def test_an_enlarged_range_has_ticks_of_its_own(tmp_path: Path, x: str, last: int, words: list[str]):
-    line = Line(label="a", style="val", points=[(last * n / 100, float(n % 7)) for n in range(101)])
-    page = html_page("t", page_header("k", "t", "now"), [section("s", line_chart("t", [line], x=x, y="number"))])
-    # The policy of the page lets no other script run.
-    page = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", DRAG)
-    (tmp_path / "page.html").write_text(page)
-    command = [BROWSER, "--headless", "--no-sandbox", "--dump-dom", str(tmp_path / "page.html")]
-    dumped = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    dumped = used(tmp_path, [(last * n / 100, float(n % 7)) for n in range(101)], DRAG, x=x)
     ticks = re.findall(r'<text class="tick fresh" x="([\d.e-]+)%"[^>]*>([^<]*)', dumped)
     assert [word for _, word in ticks] == words
     assert [round(float(place)) for place, _ in ticks] == sorted({round(float(place)) for place, _ in ticks})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+def test_an_axis_is_logarithmic_and_linear_again(tmp_path: Path):
+    points = [(0, 0.01), (1, math.nan), (2, 0.1), (3, 1.0)]
+
+    def seen(script: str) -> tuple[list[int], list[str]]:
+        dumped = used(tmp_path, points, script)
+        heights = re.findall(r'<circle[^>]* cy="([\d.]+)"', dumped)
+        (words,) = re.findall(r'<svg class="labels".*?</svg>', dumped)
+        # The path has its gap where the value is no number.
+        assert re.findall(r'd="(M\S+) [\d.]+(M\S+) [\d.]+(L\S+) [\d.]+"', dumped)
+        return [round(float(height)) for height in heights], re.findall(">([^<]+)<", words)
+
+    before = seen("")
+    assert before == ([193, 177, 15], ["0", "0.2", "0.4", "0.6", "0.8", "1"])
+    assert seen(SWITCH) == ([200, 104, 8], ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"])
+    assert seen(2 * SWITCH) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+@pytest.mark.parametrize(("least", "unit"), [(0.0, "number"), (0.2, "number"), (0.001, "bytes")])
+def test_where_no_decade_is_spanned_there_is_no_switch(tmp_path: Path, least: float, unit: str):
+    dumped = used(tmp_path, [(0, least), (1, 1.0)], "", y=unit)
+    assert ">CSV</button>" in dumped
+    assert ">Log scale</button>" not in dumped
