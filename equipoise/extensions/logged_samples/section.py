@@ -1,4 +1,4 @@
-"""The section of the report with the images and texts that were logged: samples, confusion matrices, figures."""
+"""The section of the report with what was logged beside numbers: samples, confusion matrices, histograms."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ _MOST_BYTES_OF_ALL = 1_000_000
 
 
 def section(trainer: Any, module: Any) -> ReportSection | None:
-    """Return a section with the last image and text of each name; None if none was logged.
+    """Return a section with the last image, text and histogram of each name; None if none was logged.
 
-    They are those that `TensorBoardLogger.experiment` received by `add_image`, `add_figure` or `add_text`, as its
-    package reads them.
+    They are those that `TensorBoardLogger.experiment` received by `add_image`, `add_figure`, `add_text` or
+    `add_histogram`, as its package reads them.
     """
     images: dict[str, bytes] = {}
     texts: dict[str, str] = {}
@@ -46,5 +46,5 @@ def section(trainer: Any, module: Any) -> ReportSection | None:
         words += f" Too many or too large for this page: {left_out}; TensorBoard shows them."
     rows = list(texts.items())
     if rows:
-        rows.insert(0, ("Name", "Text"))
+        rows.insert(0, ("Name", "Content"))
     return ReportSection("Samples", words, table=rows, images=images, row_heads=True)

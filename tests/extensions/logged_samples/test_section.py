@@ -1,7 +1,8 @@
-"""Images and texts that a run has logged to TensorBoard, in its report."""
+"""Images, texts and histograms that a run has logged to TensorBoard, in its report."""
 
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from equipoise import Callback, Trainer
 from equipoise.extensions.logged_samples import section as section_module
 from equipoise.extensions.logged_samples.section import section
+from equipoise.extensions.logged_samples.tensorboard_samples import logged_samples
 from equipoise.extensions.report import ReportSection
 from tests.extensions.report.page.records import page
 from tests.support.callback_runs import Small, loader
@@ -67,9 +69,22 @@ def parse_pictures(found: ReportSection) -> list[dict[str, str]]:
     return [element.attributes for element in page(sections=[found]).all("img")]
 
 
+def test_a_histogram_is_a_line_of_columns(tmp_path: Path):
+    logger = TensorBoardLogger(tmp_path)
+    # Twice as many values below one as above, and two histograms of one name.
+    values = torch.cat([torch.linspace(0, 1, 2001), torch.linspace(1, 2, 1001)[1:]])
+    for name, content in [("spread", torch.zeros(3)), ("spread", values), ("same", torch.ones(5))]:
+        logger.experiment.add_histogram(name, content, bins="fd")
+    lines = dict(logged_samples(SimpleNamespace(loggers=[logger])))
+    least, columns, most, *count = lines["spread"].split()
+    assert (least, most, count) == ("0.0", "2.000", ["(3,001", "values)"])
+    assert (len(columns), set(columns[:11]) <= set("▇█"), set(columns[13:]) <= set("▄▅")) == (24, True, True)
+    assert lines["same"] == "1.000 (5 values)"
+
+
 def test_the_last_text_of_each_name_is_shown(tmp_path: Path):
     found = fitted(tmp_path, TensorBoardLogger(tmp_path))
-    assert found.table == [("Name", "Text"), ("story", "written <b>")]
+    assert found.table == [("Name", "Content"), ("story", "written <b>")]
     document = page(sections=[found])
     assert "written <b>" in [cell.text for cell in document.all("td")]
 

@@ -48,8 +48,8 @@ def test_it_is_drawn_as_text(install: Install, tmp_path: Path) -> None:
     install("weather", GOOD)
     page = report(tmp_path)
     assert "<h2>Weather &amp; wind</h2><p>a &lt; b</p>" in page
-    assert '<th scope="col">Degrees</th>' in page
-    assert "<td>x</td><td>21</td>" in page
+    assert '<th scope="col" class="number">Degrees</th>' in page
+    assert '<td>x</td><td class="number">21</td>' in page
 
 
 @pytest.mark.parametrize(

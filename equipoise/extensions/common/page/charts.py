@@ -115,7 +115,7 @@ def line_chart(
     """
     names = None
     if has_legend:
-        names = _legend(lines)
+        names = _legend(title, lines)
     place = _magnitude if log_across else float
     drawable = [_drawable(line, most_points, place) for line in lines]
     finite = _finite_points(drawable)
@@ -185,7 +185,13 @@ def _description(title: str, lines: Sequence[Line], across: Scale) -> str:
     return f"{title}: {labels}, from {first} to {last}"
 
 
-def _legend(lines: Sequence[Line]) -> Markup:
+def _legend(title: str, lines: Sequence[Line]) -> Markup | None:
+    """Return the names of lines with their values. That of the only one is not said again if it is the title."""
+    (first, *others) = lines
+    if not others and first.label.lower() == title.lower():
+        if not first.value:
+            return None
+        return legend([(first.style, tag("b", first.value))])
     entries = []
     for line in lines:
         entry: tuple[object, ...] = (line.style, line.label)

@@ -24,7 +24,7 @@ __all__ = [
 _CHARACTER = 6.3
 
 # Elements without an end tag.
-_EMPTY = {"meta", "br", "img"}
+_EMPTY = {"meta", "img", "wbr"}
 # Colours of a terminal.
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Control characters other than tab and line feed, lone surrogates, and code points that are no characters.

@@ -199,4 +199,7 @@ def _coloured(line: str) -> Markup:
     match = re.match(r"(\s*(?:- )?)([\w.\-/]+:)(?=\s|$)(.*)", line, re.DOTALL)
     if match is None:
         return tag("span", line, "\n")
-    return tag("span", match[1], tag("span", match[2], class_="name"), match[3], "\n")
+    # Paths and names of classes may be divided before their parts.
+    parts = re.split(r"(?<=[^\W\d])(?=[./]\w)", match[3])
+    value = Markup(tag("wbr").join(map(join, parts)))
+    return tag("span", match[1], tag("span", match[2], class_="name"), value, "\n")

@@ -99,6 +99,9 @@ def _origin(origin: Mapping[str, str]) -> Markup | None:
         return None
     pairs = []
     for name, text in origin.items():
+        if name == "overrides" and origin.get("command", "").endswith(f" {text}"):
+            # The command of a job of a sweep has the values of all jobs instead.
+            continue
         content: object = text
         if name in _COPIED:
             content = tag("code", text, class_="copied")

@@ -45,6 +45,8 @@ _IMAGE_KINDS = {
     b"\xff\xd8\xff": "jpeg",
     b"GIF8": "gif",
 }
+# A number with its unit, such as "37.6%" or "2.19 s".
+_NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?[^\W\d]{1,3}| ?%)?|-?")
 
 Curve = Mapping[float, float]
 
@@ -77,7 +79,7 @@ def curves_section(curves: Mapping[str, Mapping[str, Curve]], epoch_ends: Mappin
     figures = []
     for name, members in drawn.items():
         figures.append(_family(name, members, most_points, boundaries, span))
-    note = "by step"
+    note = "by step, with the last values"
     if len(families) > len(drawn):
         note += f"; {len(drawn)} of {len(families)} shown"
     return section("Learning curves", tag("div", *figures, class_="charts"), note=note)
@@ -290,7 +292,8 @@ def added_section(added: ReportSection) -> Markup:
     rows = None
     if added.table:
         heads, *others = added.table
-        rows = table(heads, others, row_heads=added.row_heads)
+        numbers = [column for column in range(len(heads)) if all(_NUMBER.fullmatch(row[column]) for row in others)]
+        rows = table(heads, others, numbers, row_heads=added.row_heads)
     chart = None
     if added.lines:
         styles = cycle(f"s{number}" for number in range(6))

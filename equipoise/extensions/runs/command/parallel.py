@@ -90,7 +90,9 @@ def _shades(shown: Sequence[ShownRun], metric: str) -> dict[int, str]:
     for number, row in enumerate(shown):
         known = row.run.metrics.get(metric)
         if known is not None and math.isfinite(known.best):
-            values[number] = known.best if known.mode == "max" else -known.best
+            values[number] = known.best
+            if known.mode == "min":
+                values[number] = -known.best
     ordered = sorted(range(len(shown)), key=lambda number: values.get(number, -math.inf))
     shades = {}
     for place, number in enumerate(ordered, start=1):
@@ -191,7 +193,11 @@ def _axis(axis: _Axis, share: float, *, is_first: bool) -> Markup:
     line = tag("line", x1=x, x2=x, y1=_TOP, y2=_BOTTOM, class_="rule")
     name = tag("text", cut(axis.name, _LONGEST_WORD), x=x, y=12, text_anchor="middle", class_="name")
     # Words stand to the left of their axis; those of the first one would be cut there.
-    side, anchor = (7, "start") if is_first else (-7, "end")
+    side = -7
+    anchor = "end"
+    if is_first:
+        side = 7
+        anchor = "start"
     words = []
     for word, height in axis.marks:
         down = f"{_down(height) + 4:.1f}"

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 __all__ = ["Element", "check_closed", "parse", "sections"]
 
-_EMPTY = {"meta", "br", "link", "img"}
+_EMPTY = {"meta", "wbr", "link", "img"}
 
 
 @dataclass

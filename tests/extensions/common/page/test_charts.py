@@ -159,7 +159,9 @@ DRAG = """
 """
 # The user takes the other scale once, or twice.
 SWITCH = """
-  for (const button of document.querySelectorAll(".tools button")) if (button.textContent === "Log scale") button.click();
+  for (const button of document.querySelectorAll(".tools button")) {
+    if (button.textContent === "Log scale") button.click();
+  }
 """
 
 

@@ -228,12 +228,23 @@ class TestFile:
 
 
 class TestSections:
+    @pytest.mark.parametrize(("command", "shown"), [("equipoise fit a=1", 1), ("equipoise fit a=1,2 --multirun", 2)])
+    def test_overrides_that_the_command_ends_with_are_not_said_twice(self, command: str, shown: int):
+        document = page(origin={"run": "outputs/x", "overrides": "a=1", "command": command})
+        assert [code.text for code in document.all("code", "copied")] == ["a=1", command][-shown:]
+
+    def test_a_long_word_of_the_configuration_is_divided_before_its_parts(self):
+        section = sections(page(configuration="a: lightning.pytorch.Trainer\nb: 0.5\nc: /tmp/x y.z"))["Configuration"]
+        assert section.one("pre").text == "a: lightning.pytorch.Trainer\nb: 0.5\nc: /tmp/x y.z\n"
+        # Two in the class, one in the path, one in the file, none in the number.
+        assert len(section.all("wbr")) == 4
+
     def test_curves_name_their_last_values(self):
         curves = {"loss": {"val": {2.0: 0.25, 1.0: 0.5}, "train": {1.0: 1.5}}, "accuracy": {"": {1.0: 0.98764}}}
         figures = sections(page(curves=curves))["Learning curves"].all("figure")
         assert [figure.one("h3").text for figure in figures] == ["loss", "accuracy"]
         assert [entry.text for entry in figures[0].all("li")] == ["train 1.5", "val 0.25"]
-        assert [entry.text for entry in figures[1].all("li")] == ["accuracy 0.9876"]
+        assert [entry.text for entry in figures[1].all("li")] == ["0.9876"]
         lines = figures[0].all("g", "line")
         assert [(line.attributes["data-x"], line.attributes["data-y"]) for line in lines] == [
             ("1", "1.5"),
