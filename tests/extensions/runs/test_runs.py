@@ -160,6 +160,13 @@ class TestFound:
         # The last row was cut off.
         assert run["metrics"]["val_loss"] == {"best": 0.5, "last": 0.75, "mode": "min"}
 
+    def test_a_run_that_was_killed_keeps_what_its_loggers_did_not_receive(self, write_run: WriteRun, capsys: Any):
+        curves = {"val_loss": [[9], [0.5]], "lr-SGD": [[9], [0.1]]}
+        folder = write_run("a", state="running", curves=curves)
+        (folder / "metrics.csv").write_text("step,epoch,val_loss\n9,0,0.5\n19,1,0.25\n")
+        (run,) = listed(capsys)
+        assert {name: metric["last"] for name, metric in run["metrics"].items()} == {"val_loss": 0.25, "lr-SGD": 0.1}
+
     def test_what_a_sweep_knows_of_a_job_that_told_nothing(self, write_run: WriteRun, capsys: Any):
         folder = write_run("3")
         (folder / "run.json").unlink()
