@@ -163,4 +163,4 @@ def _decorated(function: Any) -> Any:
     return function
 
 
-_CODE = shortens_tracebacks(shortened).__code__  # type: ignore[attr-defined]
+_CODE = shortens_tracebacks(shortened).__code__
