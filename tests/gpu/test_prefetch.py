@@ -45,7 +45,7 @@ def test_batches_that_are_not_pinned_let_nobody_wait() -> None:
 
 
 @pytest.mark.not_simulated("no queue: they compute at once")
-def test_a_batch_arrives_while_the_device_computes() -> None:
+def test_prefetch_copies_a_batch_while_the_device_computes() -> None:
     copy = Prefetch(True).copier([GPU])
     batch = torch.ones(1 << 20)
     copy(batch, GPU)  # its memory, and its stream, are there from now on

@@ -47,17 +47,20 @@ def failure_of(module, error, **options):
     return caught.value
 
 
-def test_an_error_that_explains_itself_has_the_scripts_line_alone(monkeypatch):
+def test_an_error_that_explains_itself_has_the_scripts_line_alone():
     names, ours = names_of(failure_of(NoLoss(), StepError))
     assert (names, ours) == (["failure_of"], 0)
     with pytest.raises(ConfigurationError) as caught:
         Trainer(max_epochs="many")
     assert names_of(caught.value) == (["test_an_error_that_explains_itself_has_the_scripts_line_alone"], 0)
-    monkeypatch.setenv(FULL, "1")
+
+
+def test_equipoise_full_traceback_shows_all_frames(monkeypatch):
+    monkeypatch.setenv("EQUIPOISE_FULL_TRACEBACK", "1")
     assert names_of(failure_of(NoLoss(), StepError))[1] > 5
 
 
-def test_the_users_frames_stay():
+def test_a_traceback_keeps_the_users_frames():
     assert names_of(failure_of(Fails(), ZeroDivisionError)) == (["failure_of", "training_step", "divide"], 0)
     names, _ = names_of(failure_of(LogsWrongly(), ValueError))
     assert names[:2] == ["failure_of", "training_step"]

@@ -61,7 +61,7 @@ def by_hand(module: Net, data: list[Any]) -> torch.amp.GradScaler:
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_scaled_float16_equals_a_loop_by_hand(automatic: bool) -> None:
+def test_16_mixed_on_the_cpu_equals_a_loop_by_hand_in_float16(automatic: bool) -> None:
     """16-mixed on the CPU is real float16 with a real scaler, to the bit what one writes by hand."""
     module, expected = Net(automatic), Net()
     run = fit(module, make_batches(), precision="16-mixed", max_epochs=2)

@@ -198,7 +198,7 @@ def test_weights_are_equal_under_ddp() -> None:
 
 
 @ON_DEVICES
-def test_a_device_needs_less_memory() -> None:
+def test_offload_activations_saves_memory_of_the_device() -> None:
     """Of 17 activations of 64 KiB, a few remain at the peak of the device."""
     peaks = {}
     for choice in (False, 1024):

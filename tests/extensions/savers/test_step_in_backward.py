@@ -157,7 +157,7 @@ class Deep(Module):
         return SGD(self.layers.parameters(), 0.1)
 
 
-def test_gradients_never_exist_all_together() -> None:
+def test_step_in_backward_saves_the_memory_of_gradients() -> None:
     """Of 8 gradients of 16 KiB at most two exist, the one that is stepped and the next one."""
     peaks = []
     for in_backward in (False, True):

@@ -97,7 +97,7 @@ def test_the_tuner_searches_without_a_fit() -> None:
     assert trainer.global_step == OPTIONS["max_steps"]
 
 
-def test_nothing_else_notices_the_search() -> None:
+def test_learning_rate_finder_searches_before_the_fit_and_leaves_no_trace_in_it() -> None:
     """Orders, draws and weights of the fit are those of a fit that had the rate from the beginning."""
 
     class Counter(Callback):

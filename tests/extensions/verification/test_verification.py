@@ -138,7 +138,7 @@ FSDP = {"strategy": "fsdp", "devices": 2}
         ),
     ],
 )
-def test_healthy_programs_are_those_of_one_device(
+def test_verify_finds_the_first_steps_equal_to_one_device(
     module: Any, options: dict[str, Any], expected: str, capsys: Any, caplog: Any
 ) -> None:
     caplog.set_level("INFO")

@@ -139,7 +139,7 @@ class OddWeights(Callback):
         assert not torch.equal(weight, weight.float().double())
 
 
-def test_an_average_has_double_precision_where_the_module_has_it(tmp_path: Path) -> None:
+def test_weight_averaging_with_64_true_averages_in_float64(tmp_path: Path) -> None:
     """One in float32 would round the weights, with which it is exchanged for a validation."""
     module = fit(EMAWeightAveraging(decay=0.5), OddWeights(), precision="64-true", epochs=1)
     weight = module.layer[0].weight

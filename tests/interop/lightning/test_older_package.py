@@ -111,7 +111,7 @@ def test_a_program_of_the_older_package(tmp_path: Path) -> None:
     assert_equal(everything(newer, tmp_path / "newer"), everything(older, tmp_path / "older"))
 
 
-def test_parts_of_both_packages_in_one_run(tmp_path: Path) -> None:
+def test_objects_of_pytorch_lightning_and_of_lightning_in_one_run(tmp_path: Path) -> None:
     keeper = older.callbacks.ModelCheckpoint(tmp_path, filename="kept")
     run = trainer(
         callbacks=[keeper],

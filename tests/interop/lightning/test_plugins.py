@@ -84,7 +84,7 @@ def test_a_fit_in_a_precision_has_the_bits_of_lightning(plugin: Any) -> None:
     assert torch.equal(*weights)
 
 
-def test_the_users_scaler_scales() -> None:
+def test_the_scaler_of_mixed_precision_scales() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
     run = trainer(plugins=MixedPrecision("16-mixed", "cpu", scaler))
     run.fit(Small(), loader(3))

@@ -47,7 +47,7 @@ def test_the_device_of_a_single_device_strategy(package: Any) -> None:
     refuses(lambda: trainer(strategy=package.SingleDeviceStrategy("cuda:7"), accelerator="auto"), "cuda:7", "not exist")
 
 
-def test_what_a_strategy_holds_for_the_trainer() -> None:
+def test_arguments_of_the_trainer_that_a_strategy_holds_are_taken_and_refused_twice() -> None:
     writer = TorchCheckpointIO()
     held = TheirSingleDevice("cpu", checkpoint_io=writer, precision_plugin=DoublePrecision())
     run = trainer(strategy=held)
@@ -191,7 +191,7 @@ def test_wrapping_policies_are_translated_to_units(policy: Any, units: Any) -> N
     assert len(words.left_out) == (0 if units else 2)
 
 
-def test_the_older_list_of_checkpointed_classes() -> None:
+def test_activation_checkpointing_as_a_list_of_classes_is_translated() -> None:
     with pytest.warns(match="activation_checkpointing"):
         strategy = TheirFSDP(activation_checkpointing=[Block])
     assert fsdp_in_our_words(strategy).trainer["activation_checkpointing"] == [Block]
@@ -214,7 +214,7 @@ def test_fsdp_without_sharding_is_ddp() -> None:
     assert (type(strategy), strategy.engine) == (DDPStrategy, "native")
 
 
-def test_the_precision_of_shards_is_translated() -> None:
+def test_mixed_precision_of_fsdp_is_translated() -> None:
     half = DtypesOfShards(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"alone: reduce_dtype=torch.bfloat16 \(gradients are exchanged in their own"):
         assert trainer(strategy=TheirFSDP(mixed_precision=half), devices=2).precision == "bf16-mixed"

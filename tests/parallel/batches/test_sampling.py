@@ -101,7 +101,7 @@ def test_training_loaders_share_all_samples(count: int, batch_size: int, process
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_batch_sampler_of_the_users_is_dealt_out(training: bool) -> None:
+def test_batches_of_a_batch_sampler_of_the_users_are_divided(training: bool) -> None:
     batches = BatchSampler(RandomSampler(range(11)), 3, False)
     loader = DataLoader(range(11), batch_sampler=batches)
     drawn = [list(share_loader(loader, rank, 3, 0, training=training)) for rank in range(3)]

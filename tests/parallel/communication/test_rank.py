@@ -89,7 +89,9 @@ def test_machines_that_the_user_gives() -> None:
         (TASK | STEP | {"SLURM_JOB_NAME": "interactive"}, ["counts as a shell", "task 5 of 8", "--job-name"]),
     ],
 )
-def test_contradicting_variables_of_a_rank_are_refused(environment: dict[str, str], words: list[str]) -> None:
+def test_world_size_without_a_rank_and_other_contradictions_are_refused(
+    environment: dict[str, str], words: list[str]
+) -> None:
     refuses(lambda: find_rank(environment), *words)
 
 

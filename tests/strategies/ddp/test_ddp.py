@@ -322,7 +322,9 @@ def test_unused_parameters_are_left_as_they_are(options: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("count", "processes", "shares"), [(13, 2, None), (13, 3, [3, 1, 2]), (4, 3, [3, 1, 2]), (2, 3, None)]
 )
-def test_each_sample_is_seen_once_in_an_epoch(count: int, processes: int, shares: Any) -> None:
+def test_each_sample_is_used_once_where_a_data_set_does_not_divide_evenly(
+    count: int, processes: int, shares: Any
+) -> None:
     module = numbered()
     run = trainer(DDPStrategy(shares=shares), processes)
     run.fit(module, DataLoader(Samples(count), batch_size=2, shuffle=True))

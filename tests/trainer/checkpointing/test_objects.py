@@ -137,7 +137,7 @@ def test_hyperparameters_of_a_data_module(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_a_run_goes_on_whatever_the_hyperparameters_are(cls: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_stand_ins_for_objects_in_hyperparameters(cls: Any, tmp_path: Path) -> None:
     """The trainer does not use them: what is no data is a stand-in there, and nobody is warned."""
     path = saved(Keeping(**OBJECTS), tmp_path, cls)
     with warnings.catch_warnings():

@@ -103,7 +103,7 @@ def switches_of(module: nn.Module) -> Any:
         pytest.param("own", "ddp_spawn", 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_with_what_a_callback_had_frozen_or_thawed(
+def test_requires_grad_and_modes_that_a_callback_has_changed_come_back_in_a_resumed_run(
     kind: str, strategy: str, devices: int, tmp_path: Path
 ) -> None:
     make, module_class = KINDS[kind]

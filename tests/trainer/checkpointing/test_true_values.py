@@ -341,7 +341,9 @@ class Shifted(TorchCheckpointIO):
 
 
 @pytest.mark.parametrize("plugins", [[], [Shifted()]], ids=["ours", "plugin"])
-def test_each_replaced_file_is_named_once(tmp_path: Path, plugins: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_newer_files_of_the_same_run_are_replaced_and_named_once(
+    tmp_path: Path, plugins: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     save_all(tmp_path, 3, plugins=plugins)
     make_older(tmp_path / "epoch=0.ckpt")
     caplog.clear()

@@ -50,7 +50,7 @@ def test_a_new_column_keeps_all_rows(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_old_rows_stand_there_until_the_new_file_is_complete(
+def test_a_file_with_a_new_column_replaces_the_old_one_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a process that is killed meanwhile loses none."""

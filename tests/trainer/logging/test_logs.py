@@ -128,7 +128,7 @@ def test_one_name_has_the_same_arguments_in_every_call() -> None:
         log(logs, "x", 1.0, on_step=False, on_epoch=True)
 
 
-def test_one_name_for_several_loaders_is_refused_with_their_numbers() -> None:
+def test_add_dataloader_idx_false_under_one_name_is_refused_with_the_loaders() -> None:
     logs = logs_of()
     logs.begin_batch([0], dataloader_idx=0)
     log(logs, "x", 1.0, add_dataloader_idx=False)

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.quick_cases(3)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_killed_in_any_hook_is_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_a_run_killed_in_any_hook_continues_within_the_epoch_to_the_bit(name: str, tmp_path: Path) -> None:
     """Same weights, optimiser, counters, metrics, generators, samples."""
     kind, of_module, options = CASES[name]
 

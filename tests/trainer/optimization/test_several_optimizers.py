@@ -108,7 +108,7 @@ KINDS = ["Muon and AdamW", "SGD and Adam"]
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_two_optimizers_equal_a_loop_by_hand(kinds: str) -> None:
+def test_several_optimizers_stepped_together_equal_a_loop_by_hand(kinds: str) -> None:
     module = Net(kinds)
     trainer = fit(module)
     assert trainer.global_step == EPOCHS * BATCHES // 2

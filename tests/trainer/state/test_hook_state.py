@@ -223,7 +223,9 @@ def test_persistent_workers_that_learn_no_epoch_are_named() -> None:
 @pytest.mark.parametrize(
     "saves_at", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}], ids=str
 )
-def test_a_hook_of_the_module_follows_the_checkpoint_before_it(saves_at: dict[str, Any], tmp_path: Path) -> None:
+def test_a_hook_of_the_module_after_the_checkpoint_was_written_is_called(
+    saves_at: dict[str, Any], tmp_path: Path
+) -> None:
     """Its arguments, modes, random numbers and logged values are those of the undisturbed run."""
 
     class Module(Small):

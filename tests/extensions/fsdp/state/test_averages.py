@@ -233,7 +233,7 @@ def held_by_all() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_each_process_holds_its_part_of_the_average_alone(processes: int) -> None:
+def test_each_process_holds_its_shard_of_the_average_alone(processes: int) -> None:
     """All together hold the bytes of one device: shards are uneven, but no part is in two processes."""
     on_one, held = averaged("exponential")["held"], in_processes(processes, held_by_all)
     assert [sum(of_all) for of_all in zip(*held, strict=True)] == on_one

@@ -42,7 +42,7 @@ def assert_as_on_one_device(name: str, processes: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "Missing"])
-def test_gradients_by_any_function_are_those_of_one_device(name: str) -> None:
+def test_gradients_by_autograd_grad_and_other_functions_are_those_of_one_device(name: str) -> None:
     assert_as_on_one_device(name, 3 if name in IN_THREE_PROCESSES else 2)
 
 
