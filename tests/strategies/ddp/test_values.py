@@ -88,17 +88,24 @@ def test_an_evaluation_with_fewer_batches_than_processes_repeats_no_sample(
     assert values == pytest.approx({"value": float(data.mean()), "metric": float(data.mean())}, rel=1e-12)
 
 
+LIMITS = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
 @pytest.mark.thorough
-def test_limit_val_batches_is_of_all_processes_together_and_batches_stay_whole() -> None:
+def test_limits_of_evaluations_are_of_all_processes_together_and_batches_stay_whole() -> None:
     class Keeps(Collects):
         on_validation_epoch_end = L.LightningModule.on_validation_epoch_end
 
-    data, run = torch.arange(8, dtype=torch.float64), trainer(limit_val_batches=1)
-    (values,) = run.validate(Keeps(), DataLoader(data, batch_size=4), verbose=False)
-    assert values["value"] == pytest.approx(1.5, rel=1e-12)
-    predictions = run.predict(Keeps(), DataLoader(data, batch_size=8))
-    assert predictions is not None
-    assert [len(batch) for batch in predictions] == [8]
+        test_step = Collects.validation_step
+
+    data, run = torch.arange(8, dtype=torch.float64), trainer(**dict.fromkeys(LIMITS, 1))
+    for evaluate in (run.validate, run.test):
+        (values,) = evaluate(Keeps(), DataLoader(data, batch_size=4), verbose=False)
+        assert values["value"] == pytest.approx(1.5, rel=1e-12)
+    for size in (4, 8):
+        predictions = run.predict(Keeps(), DataLoader(data, batch_size=size))
+        assert predictions is not None
+        assert [len(batch) for batch in predictions] == [size]
 
 
 def test_all_gather_in_an_evaluation_step_receives_whole_batches() -> None:

@@ -84,9 +84,10 @@ class Overflowing(Small):
         return [optimizer], [{"scheduler": schedule, "interval": self.interval, "frequency": self.frequency}]
 
 
-def test_a_step_that_the_scaler_skips_moves_no_schedule() -> None:
-    module = Overflowing("step")
-    trainer(precision="16-mixed", detect_nonfinite=False).fit(module, loader(5))
+def test_a_step_that_the_scaler_skips_moves_no_schedule_and_counts_in_global_step() -> None:
+    module, run = Overflowing("step"), trainer(precision="16-mixed", detect_nonfinite=False)
+    run.fit(module, loader(5))
+    assert run.global_step == 5
     assert module.rates == [1.0, 1.0, 1.0, 0.5, 0.25]
 
 

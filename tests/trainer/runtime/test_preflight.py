@@ -204,6 +204,13 @@ def test_an_empty_loader_is_refused(stage: str, name: str) -> None:
     assert not module.ran
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_limit_of_0_disables_a_stage_whose_loader_is_empty(stage: str) -> None:
+    module = Validated() if stage == "val" else Small()
+    getattr(trainer(**{f"limit_{stage}_batches": 0}), STAGES[stage])(module, [])
+    assert not module.ran
+
+
 @pytest.mark.parametrize("sanity", [0, 2])
 def test_an_empty_validation_loader_is_refused_in_a_fit(sanity: int) -> None:
     refuses_fit(Validated(), "at least one batch", data=(loader(), []), num_sanity_val_steps=sanity)
