@@ -306,11 +306,12 @@ PLANNED: dict[str, tuple[Any, Any, Any, float]] = {
 }
 
 
-def trained(kind: Any, *strategy: Any, **options: Any) -> list[Any]:
+def trained(kind: Any, *strategy: Any) -> list[Any]:
     """Return the weights of a fit, those of a second one, and the number of heads."""
-    module, _ = fit(kind, *strategy, batch_size=STEP, **options)
+    options: dict[str, Any] = {"batch_size": STEP, "count": 25, "max_epochs": 1}
+    module, _ = fit(kind, *strategy, **options)
     first = weights_of(module)
-    fit(kind, *strategy, batch_size=STEP, max_epochs=1, module=module)
+    fit(kind, *strategy, module=module, **options)
     return [first, weights_of(module), getattr(getattr(module, "attention", None), "heads", 0)]
 
 
