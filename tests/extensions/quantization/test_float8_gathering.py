@@ -119,17 +119,16 @@ def check_equal(module: nn.Module, other: nn.Module) -> None:
 
 
 CASES: dict[str, Any] = {
-    "32-true": {"precision": "32-true"},
-    "true": {"precision": "fp8-true"},
-    "uneven shards": {"devices": 3},
-    "replicas": {"devices": 4, "strategy": {"replicas": 2}},
-    "evaluations first": {"num_sanity_val_steps": 1, "val_check_interval": 2},
-    "kept": {"strategy": {"reshard_after_forward": False}},
-    "layers of the root": {"strategy": {"units": ["blocks.*"]}},
-    "repeated forwards": {"activation_checkpointing": ["blocks.*"], "accumulate_grad_batches": 2},
-    "clipped": {"gradient_clip_val": 0.1},
+    "32-true, clipped": {"precision": "32-true", "gradient_clip_val": 0.1},
+    "true, evaluations first": {"precision": "fp8-true", "num_sanity_val_steps": 1, "val_check_interval": 2},
+    "uneven shards and data": {"devices": 3, "samples": 45},
+    "replicas, kept": {"devices": 4, "strategy": {"replicas": 2, "reshard_after_forward": False}},
+    "layers of the root, repeated forwards": {
+        "strategy": {"units": ["blocks.*"]},
+        "activation_checkpointing": ["blocks.*"],
+        "accumulate_grad_batches": 2,
+    },
     "by hand": {"module": ByHand},
-    "uneven data": {"samples": 45},
 }
 
 
@@ -151,18 +150,19 @@ def test_a_quarter_of_the_bytes_is_sent() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
-def test_checkpoints_are_those_of_weights_that_are_gathered_as_they_are(checkpoints: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("checkpoints", "continued"), [("full", "whole"), ("sharded", "gathered")])
+def test_checkpoints_are_those_of_weights_that_are_gathered_as_they_are(
+    checkpoints: Any, continued: str, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"strategy": {"checkpoints": checkpoints}, "enable_checkpointing": True}
     options["default_root_dir"] = tmp_path
     averaged = [EMAWeightAveraging(decay=0.5) for _ in range(4)]
     whole = fit(False, averaged[0], saving(tmp_path / "whole"), max_epochs=2, **options)
     gathered = fit(True, averaged[1], saving(tmp_path / "gathered"), max_epochs=2, **options)
     check_equal(gathered, whole)
-    for way in ("whole", "gathered"):
-        # A checkpoint of either way continues the other one.
-        path = tmp_path / way / "step=5.ckpt"
-        check_equal(fit(True, averaged[2], ckpt_path=path, max_epochs=2, **options), whole)
+    # A checkpoint of either way continues the other one.
+    path = tmp_path / continued / "step=5.ckpt"
+    check_equal(fit(True, averaged[2], ckpt_path=path, max_epochs=2, **options), whole)
     # It continues on more processes, and without fsdp.
     path = tmp_path / "gathered" / "step=4.ckpt"
     more = [fit(gathers, averaged[3], devices=3, ckpt_path=path, max_epochs=2, **options) for gathers in (False, True)]
