@@ -16,7 +16,7 @@ FEATURES = {feature.key: feature for feature in all_features()}
 NAMES = list(
     dict.fromkeys(name for feature in FEATURES.values() for adapter in feature.adapters for name in adapter.names)
 )
-PARTS = 4
+PARTS = 2
 
 
 def results_without(names: list[str]) -> dict[str, dict[str, Any]]:
