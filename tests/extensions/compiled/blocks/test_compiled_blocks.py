@@ -1,9 +1,6 @@
 """Compiled blocks compute the same as eager ones, under each strategy that calls blocks as they are."""
 
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -23,36 +20,60 @@ from tests.extensions.compiled.blocks.networks import (
     CountingBlock,
     Frozen,
     Lengths,
-    Plain,
     Tied,
     Whole,
 )
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, in_processes, weights_of
+from tests.support.programs import Program
 
 TOLERANCE = 1e-10
-# Networks with the compiler's own kernels. Each takes ten seconds or more, unless its programs are on the disk.
-KERNELS: dict[str, Any] = {
-    "ddp": (Plain, Frozen, Lengths),
-    "fsdp": (Plain, Frozen, Lengths),
-    "pipeline": (Plain, Tied, Frozen, Convolutions, Lengths),
-}
+# Networks with the compiler's own kernels, which take ten seconds or more: each once, as strategies do not know the
+# backend. All networks meet all strategies without kernels.
+KERNELS: dict[str, Any] = {"ddp": (Lengths,), "fsdp": (Frozen,), "pipeline": (Tied, Convolutions)}
 
 
 def trained(kind: Callable[[], Any], strategy: Any, processes: int, **options: Any) -> dict[str, Tensor]:
-    """Return the weights after 20 steps."""
-    module, _ = fit(kind, strategy, processes, **{"max_epochs": 4, **options})
+    """Return the weights after 10 steps."""
+    module, _ = fit(kind, strategy, processes, **options)
     return weights_of(module)
 
 
-def all_trained(kinds: Any, strategy: str) -> list[dict[str, Tensor]]:
-    return [trained(kind, strategy, 2, compile=AOT) for kind in kinds]
+STRATEGIES = ("ddp", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def launched(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the functions below return, by strategy and name, in one launch: each process imports the compiler."""
+    return in_processes(2, partial(results, folder))
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for strategy in STRATEGIES:
+        calls: dict[str, Callable[[], Any]] = {
+            "networks": lambda name=strategy: [trained(kind, name, 2, compile=AOT) for kind in NETWORKS],
+            "calls": partial(calls_of, Counting, strategy),
+            "unequal": partial(unequal, strategy),
+            "without compiler": lambda name=strategy: [with_backend(*case, name) for case in WITHOUT_COMPILER],
+            "resumed": partial(resumed, strategy, folder),
+            "kernels": partial(with_kernels, strategy),
+        }
+        found[strategy] = {}
+        for name, call in calls.items():
+            torch.compiler.reset()
+            found[strategy][name] = call()
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_weights_in_processes_are_those_of_one_device(strategy: str) -> None:
-    of_networks = in_processes(2, partial(all_trained, NETWORKS, strategy))
-    for kind, weights in zip(NETWORKS, of_networks, strict=True):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_in_processes_are_those_of_one_device(strategy: str, launched: Any) -> None:
+    for kind, weights in zip(NETWORKS, launched[strategy]["networks"], strict=True):
         assert_close(trained(kind, "single_device", 1), weights, TOLERANCE)
 
 
@@ -83,9 +104,9 @@ def calls_of(kind: Callable[[], Any], strategy: str) -> tuple[dict[str, Tensor],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_all_batches_but_the_first_are_compiled(strategy: str) -> None:
-    weights, calls = in_processes(2, partial(calls_of, Counting, strategy))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_batches_but_the_first_are_compiled(strategy: str, launched: Any) -> None:
+    weights, calls = launched[strategy]["calls"]
     # 3 blocks in 2 processes, of 4 steps.
     assert calls == 6
     assert_close(trained(Counting, "single_device", 1, max_epochs=1, count=48), weights, TOLERANCE)
@@ -106,16 +127,21 @@ class Unequal(Counting):
         self.blocks = nn.ModuleList([*self.blocks, OtherInOneProcess(), OtherInOneProcess()])
 
 
-def unequal() -> tuple[dict[str, Tensor], float]:
+def unequal(strategy: str) -> tuple[dict[str, Tensor], float]:
     if torch.distributed.get_rank():
-        return calls_of(Unequal, "ddp")
-    with pytest.warns(UserWarning, match=r"blocks.3 and 1 more \(OtherInOneProcess\) stays eager, because a compiled"):
-        return calls_of(Unequal, "ddp")
+        return calls_of(Unequal, strategy)
+    with pytest.warns(
+        UserWarning, match=r"blocks.3 and 1 more \((FSDP)?OtherInOneProcess\) stays eager, because a compiled"
+    ):
+        return calls_of(Unequal, strategy)
 
 
 @pytest.mark.slow
-def test_all_processes_keep_a_block_eager_that_one_of_them_compiles_to_something_else() -> None:
-    weights, calls = in_processes(2, unequal)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_processes_keep_a_block_eager_that_one_of_them_compiles_to_something_else(
+    strategy: str, launched: Any
+) -> None:
+    weights, calls = launched[strategy]["unequal"]
     # Of 4 steps in 2 processes: the first of 3 blocks, and all of 2 others.
     assert calls == 6 + 2 * 2 * 4
     assert_close(trained(Unequal, "single_device", 1, max_epochs=1, count=48), weights, TOLERANCE)
@@ -138,8 +164,16 @@ register_backend(partial(fail_after, 0), name="fails_at_once")
 register_backend(partial(fail_after, 1), name="fails_later")
 
 
-def with_backend(kind: Callable[[], Any], strategy: str, name: str, rank: int, warning: str) -> Any:
-    """Return weights and rows of the summary; the process of this rank warns."""
+# The network, the backend, the rank of the process that warns, and its warning.
+WITHOUT_COMPILER = [
+    (Counting, "fails_at_once", 0, r"blocks.0 and 2 more \((FSDP)?CountingBlock\) stays eager, because no"),
+    # Another length is compiled anew; the first process does that alone.
+    (Lengths, "fails_later", 1, "stays eager in process 1 from now on, because no compiler here"),
+]
+
+
+def with_backend(kind: Callable[[], Any], name: str, rank: int, warning: str, strategy: str) -> Any:
+    """Return weights and rows of the summary."""
     COMPILED.clear()
     warns = pytest.warns(UserWarning, match=warning) if torch.distributed.get_rank() == rank else nullcontext()
     with warns:
@@ -148,30 +182,17 @@ def with_backend(kind: Callable[[], Any], strategy: str, name: str, rank: int, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    ("kind", "backend", "rank", "warning", "blocks"),
-    [
-        (
-            Counting,
-            "fails_at_once",
-            0,
-            r"blocks.0 and 2 more \((FSDP)?CountingBlock\) stays eager, because no",
-            "",
-        ),
-        # Another length is compiled anew; the first process does that alone.
-        (Lengths, "fails_later", 1, "stays eager in process 1 from now on, because no compiler here", "3, by 1 "),
-    ],
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("case", "blocks"), [(0, ""), (1, "3, by 1 ")])
 def test_blocks_stay_eager_where_one_process_cannot_compile(
-    kind: Any, backend: str, rank: int, warning: str, blocks: str, strategy: str
+    case: int, blocks: str, strategy: str, launched: Any
 ) -> None:
     """All processes do at first; later the one that fails computes on alone."""
-    weights, rows = in_processes(2, partial(with_backend, kind, strategy, backend, rank, warning))
+    weights, rows = launched[strategy]["without compiler"][case]
     found = rows.get("compiled blocks", "")
     assert found.startswith(blocks)
     assert bool(found) == bool(blocks)
-    assert_close(trained(kind, "single_device", 1, max_epochs=2), weights, TOLERANCE)
+    assert_close(trained(WITHOUT_COMPILER[case][0], "single_device", 1), weights, TOLERANCE)
 
 
 # Checkpoints
@@ -182,20 +203,22 @@ def resumed(strategy: str, folder: Path) -> Any:
     saved = folder / f"{strategy}.ckpt"
     _, trainer = fit(Counting, strategy, 2, compile=AOT, max_epochs=1)
     trainer.save_checkpoint(saved)
-    module, trainer = fit(Counting, strategy, 2, compile=AOT, ckpt_path=saved, max_epochs=4)
+    module, trainer = fit(Counting, strategy, 2, compile=AOT, ckpt_path=saved)
     names = sorted(torch.load(saved, weights_only=False)["state_dict"])
     return weights_of(module), names, trainer.run_state.summary_rows["compiled blocks"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_checkpoints_have_the_names_of_eager_modules_and_are_resumed(strategy: str, tmp_path: Path) -> None:
-    weights, names, blocks = in_processes(2, partial(resumed, strategy, tmp_path))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_have_the_names_of_eager_modules_and_are_resumed(
+    strategy: str, launched: Any, folder: Path
+) -> None:
+    weights, names, blocks = launched[strategy]["resumed"]
     assert blocks.startswith("3, by ")
     assert names == sorted(Counting().state_dict())
     assert_close(trained(Counting, "single_device", 1), weights, TOLERANCE)
     # The eager module of one device goes on from there, too.
-    saved = tmp_path / f"{strategy}.ckpt"
+    saved = folder / f"{strategy}.ckpt"
     assert_close(trained(Counting, "single_device", 1, ckpt_path=saved), weights, TOLERANCE)
 
 
@@ -207,31 +230,33 @@ def with_kernels(strategy: str) -> list[dict[str, Tensor]]:
     return [trained(kind, strategy, 2, compile=True, **options) for kind in KERNELS[strategy]]
 
 
-def check_kernels(strategy: str) -> None:
-    compute = partial(with_kernels, strategy)
-    of_networks = compute() if strategy == "pipeline" else in_processes(2, compute)
+def check_kernels(strategy: str, of_networks: list[dict[str, Tensor]]) -> None:
     for kind, weights in zip(KERNELS[strategy], of_networks, strict=True):
         assert_close(trained(kind, "single_device", 1), weights, TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_kernels_of_the_compiler_in_processes(strategy: str) -> None:
-    check_kernels(strategy)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_kernels_of_the_compiler_in_processes(strategy: str, launched: Any) -> None:
+    check_kernels(strategy, launched[strategy]["kernels"])
+
+
+def run_program(source: str, **variables: str) -> None:
+    """Run what uses the compiler's kernels, which set a variable of the process's environment."""
+    with Program(source, environment={**os.environ, **variables}) as program:
+        _, complaints = program.finish()
+        assert program.returncode == 0, complaints
 
 
 @pytest.mark.slow
 def test_kernels_of_the_compiler_in_one_process() -> None:
-    # They set a variable of the process's environment.
-    command = f"from {__name__} import check_kernels; check_kernels('pipeline')"
-    subprocess.run([sys.executable, "-c", command], check=True, timeout=500)
+    name = "pipeline"
+    run_program(f"from {__name__} import check_kernels, with_kernels; check_kernels({name!r}, with_kernels({name!r}))")
 
 
 PROGRAM = """
-import warnings
 from tests.extensions.compiled.blocks.networks import Plain
 from tests.extensions.fsdp.programs import fit
-warnings.simplefilter("ignore")
 _, trainer = fit(Plain, compile={"dynamic": None})
 assert trainer.run_state.summary_rows["compiled blocks"] == "3, by 1 programs"
 """
@@ -239,14 +264,10 @@ assert trainer.run_state.summary_rows["compiled blocks"] == "3, by 1 programs"
 
 @pytest.mark.slow
 def test_a_second_run_takes_the_programs_of_the_first(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    seconds, libraries = [], []
+    libraries = []
     for _ in range(2):
-        begin = time.perf_counter()
-        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=300)
-        seconds.append(time.perf_counter() - begin)
-        libraries.append(sorted(tmp_path.rglob("*.so")))
+        run_program(PROGRAM, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        libraries.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")})
     assert libraries[0]
+    # None was compiled again.
     assert libraries[1] == libraries[0]
-    # The first run has started a compiler of C++ for each of them.
-    assert seconds[1] < seconds[0]
