@@ -19,6 +19,7 @@ R = TypeVar("R")
 FULL = "EQUIPOISE_FULL_TRACEBACK"
 # The package, and those that call it for the command.
 _OURS = ("equipoise", "hydra", "omegaconf")
+_REMOVED = (*_OURS, "importlib")
 # Packages through which Equipoise calls a user's code.
 _BETWEEN = ("contextlib", "functools", "lightning", "lightning_fabric", "pytorch_lightning", "threading", "torch")
 # Their messages say what to do; where Equipoise noticed it does not help. Neither does where an interrupt found it.
@@ -36,10 +37,10 @@ class RemoteTraceback(Exception):
 def shortened(error: BaseException) -> BaseException:
     """Return an error whose traceback, like those of its causes, shows the user's frames and the cause.
 
-    If Equipoise raised the error with an explanation, or it is an interrupt, only the user's frames remain. For any
-    other error, the frames of Equipoise before the last frame of the user, or else before
-    those of a library that raised it, are removed. So everything that a user's line calls remains, and a fault within
-    Equipoise is shown as it is. The environment variable `EQUIPOISE_FULL_TRACEBACK=1` turns this off.
+    If Equipoise raised the error with an explanation, or it is an interrupt, only the user's frames remain, and of its
+    causes those of libraries. For any other error, the frames of Equipoise before the last frame of the user, or else
+    before those of a library that raised it, are removed. So everything that a user's line calls remains, and a fault
+    within Equipoise is shown as it is. The environment variable `EQUIPOISE_FULL_TRACEBACK=1` turns this off.
 
     Args:
         error: The error; its traceback is replaced.
@@ -48,23 +49,34 @@ def shortened(error: BaseException) -> BaseException:
         return error
     link: BaseException | None = error
     chain: list[BaseException] = []
+    is_explained = False
     while link is not None and all(link is not other for other in chain):
         chain.append(link)
-        _shorten(link)
+        is_explained = _shorten(link, explains=is_explained) or is_explained
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return error
 
 
-def _shorten(error: BaseException) -> None:
+def _shorten(error: BaseException, *, explains: bool) -> bool:
+    """Shorten the traceback of one error; return True if its message says what to do.
+
+    Args:
+        error: The error.
+        explains: True for the cause of an error whose message says what to do.
+    """
     links = list(_links(error.__traceback__))
-    if _is_explained(error, links):
-        remaining = [link for link in links if _package(link) not in (*_OURS, *_BETWEEN, "importlib")]
+    is_explained = _is_explained(error, links)
+    if explains:
+        remaining = [link for link in links if _package(link) not in _REMOVED]
+    elif is_explained:
+        remaining = [link for link in links if _package(link) not in _REMOVED + _BETWEEN]
     else:
         remaining = _without_ours_before_cause(links)
     shorter: TracebackType | None = None
     for link in reversed(remaining):
         shorter = TracebackType(shorter, link.tb_frame, link.tb_lasti, link.tb_lineno)
     error.__traceback__ = shorter
+    return is_explained
 
 
 def _is_explained(error: BaseException, links: Sequence[TracebackType]) -> bool:
@@ -85,7 +97,7 @@ def _without_ours_before_cause(links: Sequence[TracebackType]) -> list[Traceback
     last = users[-1] if users else 0
     if not users and links and _package(links[-1]) not in (*_OURS, *sys.stdlib_module_names):
         last = len(links) - 1
-    before = [link for link in links[:last] if _package(link) not in (*_OURS, "importlib")]
+    before = [link for link in links[:last] if _package(link) not in _REMOVED]
     return [*before, *links[last:]]
 
 

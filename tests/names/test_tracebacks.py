@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equipoise import Trainer
-from equipoise.errors import ConfigurationError, StepError
+from equipoise.errors import CheckpointError, ConfigurationError, StepError
 from equipoise.names.tracebacks import FULL, shortened
 from tests.support.trainer_runs import Small, loader, trainer
 
@@ -67,6 +67,16 @@ def test_a_traceback_keeps_the_users_frames():
     names, _ = names_of(failure_of(FailsInTorch(), RuntimeError))
     assert names[:2] == ["failure_of", "training_step"]
     assert names[-1] == "forward"  # what the user's line calls stays whole
+
+
+@pytest.mark.whole_package
+def test_the_cause_of_an_error_that_explains_itself(tmp_path):
+    from equipoise.extensions.export import read_weights
+
+    with pytest.raises(CheckpointError, match="does not exist") as caught:
+        read_weights(tmp_path / "missing.safetensors")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert names_of(caught.value.__cause__) == ([], 0)
 
 
 def test_a_fault_of_ours_stays_whole(monkeypatch):
