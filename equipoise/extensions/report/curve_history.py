@@ -176,6 +176,11 @@ class CurveHistory:
         first_step = steps_done(trainer)
         for step_curve in (self._epochs, *self._by_step.values()):
             step_curve.drop_from(first_step)
+        # In a resumed epoch, loggers have received values of these.
+        epoch_before = max(self._epochs.points(), default=-1)
+        for name, step_curve in self._by_step.items():
+            if name not in self.validation_names and max(step_curve.points(), default=-1) > epoch_before:
+                self._logged_names.add(name)
 
     def on_train_epoch_start(self, trainer: Any) -> None:
         """Record the values of the epoch before."""

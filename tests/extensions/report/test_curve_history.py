@@ -141,16 +141,20 @@ def test_a_fit_that_fails_leaves_the_last_values(module: Small, batches: int, ex
 
 
 class TestResumed:
-    def test_a_fit_resumed_in_the_midst_of_an_epoch_has_the_curves_of_a_whole_one(self, tmp_path: Path):
+    @pytest.mark.parametrize(
+        ("kind", "step", "every"), [(Both, 5, 2), (Small, 7, 3)], ids=["with logged steps to come", "without"]
+    )
+    def test_a_fit_resumed_in_the_midst_of_an_epoch_has_the_curves_of_a_whole_one(
+        self, kind: type[Small], step: int, every: int, tmp_path: Path
+    ):
         def saving() -> list[ModelCheckpoint]:
-            return [ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)]
+            return [ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=step, save_top_k=-1)]
 
-        options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, "log_every_n_steps": 2}
-        whole = fit(Both(), loader(8), loader(1), callbacks=saving(), **options)
-        checkpoint = tmp_path / "step=5.ckpt"
-        resumed = fit(Both(), loader(8), loader(1), callbacks=saving(), ckpt_path=checkpoint, **options)
-        assert by_step(resumed)["loss_step"] == by_step(whole)["loss_step"]
-        assert by_step(resumed)["val_loss"] == by_step(whole)["val_loss"]
+        options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, "log_every_n_steps": every}
+        whole = fit(kind(), loader(8), loader(1), callbacks=saving(), **options)
+        checkpoint = tmp_path / f"step={step}.ckpt"
+        resumed = fit(kind(), loader(8), loader(1), callbacks=saving(), ckpt_path=checkpoint, **options)
+        assert by_step(resumed) == by_step(whole)
         assert resumed.recorded.epoch_ends() == whole.recorded.epoch_ends() == {1: 7, 2: 15}
 
     def test_a_checkpoint_without_curves_by_step_is_taken(self):
