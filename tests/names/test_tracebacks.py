@@ -7,7 +7,7 @@ import torch
 
 from equipoise import Trainer
 from equipoise.errors import CheckpointError, ConfigurationError, StepError
-from equipoise.names.tracebacks import FULL, shortened
+from equipoise.names.tracebacks import shortened
 from tests.support.trainer_runs import Small, loader, trainer
 
 
