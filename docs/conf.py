@@ -21,6 +21,7 @@ copyright = author
 # Pages
 
 extensions = [
+    "accessible",
     "contents",
     "repository_links",
     "myst_parser",
@@ -94,5 +95,5 @@ html_extra_path = ["_site/index.html"]
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = ">>> "
-pygments_style = "friendly"
+pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"

@@ -48,3 +48,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'href="memory.html"' in page
     reference = (tmp_path / "site" / "docs" / "reference" / "trainer.html").read_text(encoding="utf-8")
     assert 'id="equipoise.Trainer.fit"' in reference
+    # What screen readers need: headings have a level, lists of descriptions have terms.
+    assert 'role="heading" aria-level="2"' in page
+    assert 'role="heading">' not in page + reference
+    assert "<dl>" not in reference
+    assert '<ul class="parameters"><li>' in reference
