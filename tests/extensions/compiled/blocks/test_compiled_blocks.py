@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the functions below return, by strategy and name, in one launch: each process imports the compiler."""
+    """Results of the functions below, by strategy and name, of one launch: each process imports the compiler."""
     return in_processes(2, partial(results, folder))
 
 
