@@ -1,4 +1,4 @@
-"""Checkpoints of 2 GiB, and how much memory a program needs that reads them."""
+"""Checkpoints of 1 GiB, and how much memory a program needs that reads them."""
 
 import subprocess
 import sys
@@ -30,9 +30,9 @@ print(memory("VmHWM") - before)
 
 
 def write(path: Path, form: str) -> None:
-    """Write a checkpoint of 2 GiB, as a "file" or a "folder": one tensor of 1 GiB, 16 of 64; some values are random."""
-    state = {"embedding.weight": torch.zeros(MIB, 256)}
-    state |= {f"layers.{number}.weight": torch.zeros(MIB // 16, 256) for number in range(16)}
+    """Write a checkpoint of 1 GiB, a "file" or a "folder": one tensor of 512 MiB, 16 of 32; some values are random."""
+    state = {"embedding.weight": torch.zeros(MIB // 2, 256)}
+    state |= {f"layers.{number}.weight": torch.zeros(MIB // 32, 256) for number in range(16)}
     torch.manual_seed(0)
     for value in state.values():
         value[::999] = torch.randn(256)

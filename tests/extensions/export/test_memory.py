@@ -13,7 +13,7 @@ EXPORT = "export_weights(*sys.argv[1:3], dtype=sys.argv[3] if len(sys.argv) > 3 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "dtype"), [("file", []), ("file", ["bfloat16"]), ("folder", [])])
+@pytest.mark.parametrize(("form", "dtype"), [("file", ["bfloat16"]), ("folder", [])])
 def test_the_peak_of_an_export_is_that_of_a_few_pieces(form: str, dtype: list[str], tmp_path: Path) -> None:
     checkpoint = tmp_path / "x.ckpt"
     out = tmp_path / "x.safetensors"
