@@ -30,6 +30,8 @@ __all__ = ["make_plan"]
 
 # Strategies whose devices hold something else than a step of the module.
 _OTHER_STRATEGIES = ("ensemble", "hogwild", "virtual")
+# Strategies that on one device compute the step of `single_device`, or none.
+_OF_SEVERAL_DEVICES = ("balanced", "ddp", "dp", "fsdp", "pipeline")
 # Measured; see docs/planning.md.
 _COMPILED = (
     "trainer.compile is not part of the prediction, which is that of eager steps. Where compiled ones were measured,"
@@ -55,7 +57,7 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
     planned = batches_of(values)
     batch_size = size_of_batch(planned.batches[0])
     settings = settings_of(values, devices)
-    strategies = _strategies(values["strategy"])
+    strategies = _strategies(values["strategy"], len(devices))
 
     def steps_with(changed: StepSettings) -> list[tuple[MemoryPrediction, nn.Module]]:
         return [predict_configured(values, batch, changed) for batch in planned.batches]
@@ -165,16 +167,17 @@ def _notes(trainer: Mapping[str, Any], planned: PlannedBatches) -> list[str]:
     return notes
 
 
-def _strategies(configured: Any) -> list[Strategy]:
-    """Return a strategy of each kind; the configured one with its options."""
+def _strategies(configured: Any, devices: int) -> list[Strategy]:
+    """Return a strategy of each kind that differs on this number of devices; the configured one with its options."""
     chosen = None
     if isinstance(configured, Mapping):
         chosen = build(configured, "strategy")
+    left_out = _OTHER_STRATEGIES if devices > 1 else (*_OTHER_STRATEGIES, *_OF_SEVERAL_DEVICES)
     strategies: list[Strategy] = []
     for name in strategy_names():
         if chosen is not None and chosen.name == name:
             strategies.append(chosen)
-        elif name not in _OTHER_STRATEGIES:
+        elif name not in left_out:
             strategies.append(make_strategy(name))
     return strategies
 
