@@ -42,7 +42,10 @@ def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
     # 1. Errors of YAML have a position.
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return f"Cannot read {mark.name}, line {mark.line + 1}: {error.problem}."
+        way_out = ""
+        if "'\\t'" in str(error.problem):
+            way_out = " Indent with spaces."
+        return f"Cannot read {mark.name}, line {mark.line + 1}: {error.problem}.{way_out}"
 
     # 2. The class of the error or of one of its causes may say what is wrong.
     file = re.match(r"In '([^']+)': Config\w+Error", text)

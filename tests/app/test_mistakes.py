@@ -75,6 +75,7 @@ MISTAKES = [
     ("fit help", "Cannot read 'help'", "did you mean --help?"),
     ("fit x=[1", "Cannot read 'x=[1'", "quotes"),
     ("fit experiment=torn", "torn.yaml, line 4", "expected"),
+    ("fit experiment=tabs", "tabs.yaml, line 3", "Indent with spaces."),
     # targets
     ("fit module._target_=tiny.modul.Line", "tiny has no 'modul'", "did you mean 'module'?"),
     ("fit module._target_=tiny.module.Lime", "tiny.module has no 'Lime'", "did you mean 'Line'?"),
@@ -168,6 +169,7 @@ def test_one_message(project, equipoise, line, what, way_out):
             "conf/without_base.yaml": "defaults: [override callbacks: [model_checkpoint]]\n",
             "conf/self.yaml": "defaults: [equipoise, _self, module: line, data: points]\n",
             "conf/experiment/torn.yaml": "# @package _global_\ntrainer: {\n  max_epochs: 3\n",
+            "conf/experiment/tabs.yaml": "# @package _global_\ntrainer:\n\tmax_epochs: 3\n",
             "tiny/broken.py": "import not_installed\n",
             "tiny/unfinished.py": "class Line\n",
             "tiny/wide.py": """
