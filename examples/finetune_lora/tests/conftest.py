@@ -11,6 +11,10 @@ from finetune_lora.module import LanguageModel
 from torch.utils.data import DataLoader
 
 from equipoise import Trainer
+from equipoise.parallel.workers.preloading import preload
+
+# Each process of a strategy would import the model anew, which takes longer than its training.
+preload("finetune_lora.module", "transformers.models.llama.modeling_llama")
 
 SIZES = {
     "vocab_size": 128,
