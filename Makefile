@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Modules are compiled once, not in each process anew, even where the machine's environment asks for the latter.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-all test-core test-versions update lint format docs bench release-check clean
+.PHONY: help train test test-all test-core test-versions update lint format docs bench speed release-check clean
 
 help:
 	@echo "make train   create the environment and train the digits example"
@@ -20,6 +20,7 @@ help:
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    the documentation as a site, in docs/_build"
 	@echo "make bench   the overhead benchmark"
+	@echo "make speed   ratios of speed that continuous integration watches"
 	@echo "make release-check  build sdist and wheel into dist/, check them, and try them in empty environments"
 	@echo "make clean   remove the environment and all outputs"
 	@echo
@@ -74,6 +75,10 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead/main.py
+
+# A machine that is too busy for a verdict, code 2, stops nobody.
+speed: $(READY)
+	$(BIN)/python benchmarks/speed/main.py || test $$? -eq 2
 
 # Everything of docs/releasing.md that a program can check.
 release-check: $(READY)

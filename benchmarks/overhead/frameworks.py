@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from workload import (
     network,
 )
 
-__all__ = ["Contestant", "frameworks", "quiet_trainer"]
+__all__ = ["ALL", "LOG_EVERY", "Contestant", "frameworks", "quiet_trainer"]
 
 Contestant = Callable[[TimedBatches], nn.Module]
 LOG_EVERY = 50
@@ -52,11 +52,16 @@ def terminal() -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def frameworks() -> dict[str, dict[str, Contestant]]:
-    """All contestants, by framework and load; of the others, those that are not installed are left out."""
-    found = {"Equipoise": _equipoise()}
-    others = {"Lightning": _lightning, "Fabric": _fabric, "Accelerate": _accelerate, "Ignite": _ignite}
-    for name, make in others.items():
+ALL = ("equipoise", "lightning", "fabric", "accelerate", "ignite")
+
+
+def frameworks(names: Container[str] = ALL) -> dict[str, dict[str, Contestant]]:
+    """Contestants, by framework and load; frameworks that are not installed are left out."""
+    found = {}
+    makers = (_equipoise, _lightning, _fabric, _accelerate, _ignite)
+    for name, make in zip(map(str.capitalize, ALL), makers, strict=True):
+        if name.lower() not in names:
+            continue
         with contextlib.suppress(ModuleNotFoundError):
             found[name] = make()
     return found

@@ -1,4 +1,4 @@
-"""Time of `import equipoise` beside `import torch`, in interpreters of their own."""
+"""Time of `import equipoise` beside `import torch`, one after the other in an interpreter of their own."""
 
 import subprocess
 import sys
@@ -7,7 +7,15 @@ from statistics import median
 
 __all__ = ["ImportTimes", "measure_imports"]
 
-CODE = "from time import process_time; begun = process_time(); import {}; print(process_time() - begun)"
+CODE = """
+from time import process_time
+times = [process_time()]
+import torch
+times.append(process_time())
+import equipoise
+times.append(process_time())
+print(*times)
+"""
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,7 @@ class ImportTimes:
     Attributes:
         torch: Of `import torch`.
         equipoise: Of `import equipoise`, which imports torch.
-        ratio: The median of the paired ratios.
+        ratio: The median of the ratios within an interpreter.
     """
 
     torch: float
@@ -26,12 +34,12 @@ class ImportTimes:
 
 
 def measure_imports(rounds: int) -> ImportTimes:
-    """Times both imports in turn; the first pair, which fills the disk's cache, does not count.
+    """Time both imports in each interpreter; the first one, which fills the disk's cache, does not count.
 
     Args:
-        rounds: How many pairs count.
+        rounds: How many interpreters count.
     """
-    counted = [(_seconds("torch"), _seconds("equipoise")) for _ in range(rounds + 1)][1:]
+    counted = [_seconds() for _ in range(rounds + 1)][1:]
     return ImportTimes(
         torch=median(first for first, _ in counted),
         equipoise=median(second for _, second in counted),
@@ -39,7 +47,7 @@ def measure_imports(rounds: int) -> ImportTimes:
     )
 
 
-def _seconds(name: str) -> float:
-    return float(
-        subprocess.run([sys.executable, "-c", CODE.format(name)], check=True, capture_output=True, text=True).stdout
-    )
+def _seconds() -> tuple[float, float]:
+    printed = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True).stdout
+    begun, with_torch, with_both = map(float, printed.split())
+    return with_torch - begun, with_both - begun

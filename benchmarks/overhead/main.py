@@ -16,7 +16,7 @@ from pathlib import Path
 
 import by_hand
 import torch
-from frameworks import Contestant, frameworks
+from frameworks import ALL, Contestant, frameworks
 from import_time import ImportTimes, measure_imports
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +32,6 @@ HAND: dict[str, Contestant] = {
 }
 COLUMNS = ["group", "contestant", "load", "per step", "over by hand", "quartiles", "ratio", "rounds"]
 WIDTH = 110
-ALL = ("equipoise", "lightning", "fabric", "accelerate", "ignite")
 
 
 def arguments(command: list[str] | None = None) -> argparse.Namespace:
@@ -76,7 +75,7 @@ def _positive(text: str) -> int:
 
 def entries(names: list[str], loads: list[str] | None) -> tuple[list[Entry], list[str]]:
     """Return the contestants, the hand-written loops first, and the frameworks that are missing."""
-    found = {name: contestants for name, contestants in frameworks().items() if name.lower() in names}
+    found = frameworks(names)
     taking_part = [
         Entry(load if load in HAND else "training", name, load, run)
         for name, contestants in found.items()

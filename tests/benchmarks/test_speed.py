@@ -1,0 +1,139 @@
+"""The benchmark of speed: loops take turns, rows over their bounds are measured again, the chart shows the history."""
+
+import json
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.support.benchmarks import BENCHMARKS, Scripts
+
+
+@pytest.fixture
+def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+    """The benchmark's scripts, by name."""
+    shared = scripts("overhead", "workload", "by_hand", "frameworks", "import_time")
+    return shared | scripts("speed", "turns", "loops", "history", "main")
+
+
+def options(main: ModuleType) -> Any:
+    return main.argparse.Namespace(steps=1, starts=1, planted=0.0)
+
+
+def test_loops_take_turns_and_their_ratio_is_that_of_their_steps(benchmark: dict[str, ModuleType]) -> None:
+    turns = benchmark["turns"]
+    # It is read before and after the step of the hand-written loop, which takes 2 s; the other one takes 3 s.
+    clock = (second for turn in count() for second in (5.0 * turn, 5.0 * turn + 2))
+    with mock.patch.object(turns, "process_time", clock.__next__):
+        both = turns.Turns(8)
+        benchmark["by_hand"].train(both.data)
+    assert len(both.times) == len(both.times_by_hand) == turns.WARM_UP + 8
+    assert both.ratio() == pytest.approx(3 / 2)
+
+
+def test_both_loops_end_with_the_same_weights(benchmark: dict[str, ModuleType]) -> None:
+    turns = benchmark["turns"]
+    networks: list[torch.nn.Module] = []
+
+    def network() -> torch.nn.Module:
+        networks.append(benchmark["workload"].network())
+        return networks[-1]
+
+    with mock.patch.object(turns, "network", network):
+        trained = benchmark["by_hand"].train(turns.Turns(5).data)
+    for key, value in trained.state_dict().items():
+        assert torch.equal(networks[0].state_dict()[key], value)
+
+
+def test_work_that_few_steps_have_counts_with_its_period(benchmark: dict[str, ModuleType]) -> None:
+    turns = benchmark["turns"].Turns(20)
+    before = [99.0] * benchmark["turns"].WARM_UP
+    turns.times = [*before, *[7.0, 1.0, 1.0, 1.0, 1.0] * 4]
+    turns.times_by_hand = [*before, *[1.0] * 20]
+    assert turns.ratio() == 1
+    assert turns.ratio(5) == pytest.approx(11 / 5)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "code"),
+    [
+        ({"bare step": [0.9]}, 0),
+        ({"bare step": [0.95, 0.9, 0.91]}, 0),
+        ({"bare step": [0.95, 0.9, 0.92]}, 1),
+        ({"control": [1.04, 1.0, 1.01], "bare step": [0.9]}, 0),
+        ({"control": [0.96, 0.96, 1.0], "bare step": [0.95, 0.95, 0.95]}, 2),
+    ],
+)
+def test_the_median_of_three_decides_on_a_row_that_is_over_its_bound(
+    ratios: dict[str, list[float]], code: int, benchmark: dict[str, ModuleType]
+) -> None:
+    main = benchmark["main"]
+    rows = [row for row in main.make_rows() if row.name in ratios]
+    left = {name: list(values) for name, values in ratios.items()}
+    with mock.patch.object(main, "measure", lambda names, _: {name: left[name].pop(0) for name in names}):
+        main.measure_until_certain(rows, options(main))
+    assert {row.name: row.ratios for row in rows} == ratios
+    assert main.conclude(rows, Console(quiet=True)) == code
+
+
+def test_a_planted_slowdown_is_one_of_each_step(benchmark: dict[str, ModuleType]) -> None:
+    loops, steps = benchmark["loops"], benchmark["workload"].Classifier
+    clock = mock.Mock(side_effect=[1.0, 1.00001, 1.00002, 1.00003])
+    with (
+        mock.patch.object(steps, "training_step", mock.Mock(return_value="loss")),
+        mock.patch.object(loops, "process_time", clock),
+    ):
+        loops.slow_down(25.0)
+        assert steps().training_step("batch", 0) == "loss"
+    assert clock.call_count == 4
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_each_row_is_measured(benchmark: dict[str, ModuleType]) -> None:
+    loops = benchmark["loops"]
+    named = {row.name for row in benchmark["main"].make_rows()} - {"import", "first step"}
+    assert {loops.LOGGED, *loops.LOOPS} - named == {"logging step"}
+    ratios = loops.measure_rows([*loops.LOOPS, loops.LOGGED], 50)
+    assert all(ratio > 0 for name, ratio in ratios.items() if name != loops.LOGGED)
+
+
+@pytest.mark.slow
+def test_the_first_step_of_both_trainers() -> None:
+    script = BENCHMARKS / "speed" / "first_step.py"
+    finished = subprocess.run([sys.executable, str(script), "1"], check=True, capture_output=True, text=True)
+    assert float(finished.stdout) > 0
+
+
+@pytest.mark.slow
+def test_the_command(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    main = benchmark["main"]
+    rows = [main.Row("control", "a / a", 9.0), main.Row("import", "b / c", 9.0)]
+    with mock.patch.object(main, "make_rows", return_value=rows):
+        assert main.main(["--starts", "1", "--steps", "20"]) in (0, 2)
+    assert "import" in capsys.readouterr().out
+
+
+def test_a_version_has_one_line_of_the_history(benchmark: dict[str, ModuleType], tmp_path: Path) -> None:
+    history, path, chart = benchmark["history"], tmp_path / "history.jsonl", tmp_path / "chart.svg"
+    path.write_text("")
+    for version, ratio in (("0.1.0", 0.5), ("0.2.0", 0.6), ("0.2.0", 0.7)):
+        with mock.patch.object(history.equipoise, "__version__", version):
+            history.record({"a & b": (ratio, 0.8)}, path, chart)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["version"], line["ratios"]["a & b"]["ratio"]) for line in lines] == [("0.1.0", 0.5), ("0.2.0", 0.7)]
+    words = [element.text for element in ElementTree.parse(chart).iter("{http://www.w3.org/2000/svg}text")]
+    assert words == ["0.1.0", "0.2.0", "last ratio, bound", "a & b", "0.700, at most 0.800"]
+
+
+def test_the_chart_is_that_of_the_history(benchmark: dict[str, ModuleType]) -> None:
+    history = benchmark["history"]
+    assert history.CHART.read_text(encoding="utf-8") == history.draw(history.read())
