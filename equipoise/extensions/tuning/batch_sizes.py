@@ -19,6 +19,7 @@ from equipoise.extensions.tuning.trials.batch_size_attribute import BatchSizeAtt
 from equipoise.extensions.tuning.trials.step_prediction import devices_of, predict_step
 from equipoise.extensions.tuning.trials.trial import MakeTrainer, copy_of, run_trial
 from equipoise.formats import format_bytes, format_count
+from equipoise.interop.lightning.loaders import combine
 from equipoise.memory.out_of_memory import is_out_of_memory
 from equipoise.notices import rank_zero_warn
 from equipoise.trainer.runtime.request import Request
@@ -37,7 +38,7 @@ class _FirstBatch(Callback):
 
     Attributes:
         batch: The batch, on the CPU.
-        samples: Number of samples; None if unknown.
+        samples: Number of samples, of several loaders of the longest one; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -48,16 +49,18 @@ class _FirstBatch(Callback):
         """Keep the first batch."""
         if batch_idx:
             return
-        batch_sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
-        if hasattr(batch_sampler, "planned_batches"):
-            raise ConfigurationError(
-                f"{FINDER} searches a number of samples, but {type(batch_sampler).__name__} divides batches by another"
-                " measure. `equipoise plan` names its largest value."
-            )
+        loaders = combine(trainer.train_dataloader, "max_size_cycle")[0].flattened
+        for loader in loaders:
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            if hasattr(batch_sampler, "planned_batches"):
+                raise ConfigurationError(
+                    f"{FINDER} searches a number of samples, but {type(batch_sampler).__name__} divides batches by"
+                    " another measure. `equipoise plan` names its largest value."
+                )
         self.batch = move_data_to_device(batch, "cpu")
-        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
-        if hasattr(sampler, "__len__"):
-            self.samples = len(sampler)
+        samplers = [getattr(loader, "sampler", None) for loader in loaders]
+        if all(hasattr(sampler, "__len__") for sampler in samplers):
+            self.samples = max(map(len, samplers))
 
 
 def find_batch_size(trainer: Any, make: MakeTrainer, request: Request, finder: Any) -> None:
