@@ -117,7 +117,7 @@ class Detached(Net):
 trainer().fit(Detached(), loader)
 """,
     # An error of a library.
-    "stack expects each tensor to be equal size": (
+    "Samples of different shapes cannot be stacked to a batch": (
         "trainer().fit(Net(), torch.utils.data.DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=2))"
     ),
 }
