@@ -41,7 +41,7 @@ def texts_of_the_package() -> tuple[str, ...]:
 
 
 def fixed_parts(message: str) -> list[str]:
-    parts = [part.strip(" `'.") for part in message.split(GAP)]
+    parts = [part.strip(" `'.:") for part in message.split(GAP)]
     return [part for part in parts if len(part) >= SHORTEST_PART]
 
 
