@@ -58,7 +58,7 @@ class _FirstBatch(Callback):
                     " another measure. `equipoise plan` names its largest value."
                 )
         self.batch = move_data_to_device(batch, "cpu")
-        samplers = [getattr(loader, "sampler", None) for loader in loaders]
+        samplers: list[Any] = [getattr(loader, "sampler", None) for loader in loaders]
         if all(hasattr(sampler, "__len__") for sampler in samplers):
             self.samples = max(map(len, samplers))
 
