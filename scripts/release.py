@@ -70,11 +70,16 @@ def notes_of() -> list[str]:
 def _trials(sdist: Path, wheel: Path, *, all_of_them: bool) -> list[str]:
     """Return what is wrong in empty environments. An environment is removed before the next one is made."""
     version = version_of(ROOT)
+    archives = [(wheel, True)]
+    groups = []
+    if all_of_them:
+        archives = [(wheel, False), (sdist, True)]
+        groups = extras()
     faults = []
-    for archive, newest in ((wheel, False), (sdist, True)) if all_of_them else ((wheel, True),):
+    for archive, newest in archives:
         with tempfile.TemporaryDirectory() as folder:
             faults += trial_faults(archive, version, Path(folder), newest=newest)
-    for name in extras() if all_of_them else []:
+    for name in groups:
         with tempfile.TemporaryDirectory() as folder:
             faults += extra_faults(wheel, name, Path(folder))
     return faults
