@@ -251,9 +251,9 @@ class TestShown:
         write_run("2026-01-31/10-20-30-123456", lr=0.1)
         write_run("a_name_that_says_much_too_much", lr=0.2, error="ValueError: " + "no " * 200)
         lines = shown(capsys).splitlines()
-        assert [line[:42].rstrip() for line in lines[4:6]] == [
-            " 31 Jan 10:20:30             finished",
-            " a_name_that_says_much_to…   finished",
+        assert [line.partition("finished")[0].strip() for line in lines[4:6]] == [
+            "31 Jan 10:20:30",
+            "a_name_that_says_much_to…",
         ]
         assert lines[-1].endswith("…")
 
