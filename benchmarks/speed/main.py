@@ -59,10 +59,10 @@ class Row:
 def make_rows() -> list[Row]:
     return [
         Row(CONTROL, "the hand-written loop / itself", 1 + TRUSTED_CONTROL),
-        Row("bare step", "a step without logger and bar / by hand", 0.93),
-        Row("full step", "with two logged values, CSV logger and bar / by hand", 0.98),
+        Row("bare step", "a step without logger and bar / by hand", 0.905),
+        Row("full step", "with two logged values, CSV logger and bar / by hand", 0.975),
         Row("logged value", "a value logged in each step / a step by hand", 0.04),
-        Row("epoch of five batches", "from its opening to the next / by hand", 2.0),
+        Row("epoch of five batches", "from its opening to the next / by hand", 2.25),
         Row("ddp step", "in two processes / by hand with torch's wrapper", 1.25),
         Row("import", "import equipoise / import torch", 1.05),
         Row("first step", "from the start of a program / with Lightning", 1.02),
@@ -131,7 +131,7 @@ def main(command: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [row.name for row in make_rows()]
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help="default: all")
-    parser.add_argument("--steps", type=int, default=1500, help="steps of each loop (default: 1500)")
+    parser.add_argument("--steps", type=int, default=4000, help="steps of each loop (default: 4000)")
     parser.add_argument("--starts", type=int, default=4, help="starts of each program (default: 4)")
     parser.add_argument("--planted", type=float, default=0.0, help="microseconds by which to slow down each step")
     parser.add_argument("--record", action="store_true", help="add a line to the history, and draw its chart")
