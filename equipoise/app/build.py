@@ -247,7 +247,7 @@ def chosen_checkpoint(values: Mapping[str, Any]) -> str | None:
         if earlier.path is not None:
             if job:
                 announce(
-                    f"ckpt_path={choice} passes over jobs of sweeps, though {job} is newer; ckpt_path='{job}' takes it"
+                    f"ckpt_path={choice} passes over jobs of sweeps, though '{job}' is newer; ckpt_path=FILE takes one"
                 )
             return str(earlier.path)
         # torchrun, Slurm and Ray start a program again after a failure, by the same command as the first time. A sweep

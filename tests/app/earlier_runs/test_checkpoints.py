@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from equipoise.app.build import chosen_checkpoint
 from equipoise.app.earlier_runs.checkpoints import changed_values, find_checkpoint
 from equipoise.errors import ConfigurationError
 from tests.parallel.shards.folders import save as save_shards
@@ -59,6 +60,17 @@ def test_a_job_of_a_sweep_is_passed_over_and_named():
     elsewhere = save("outputs/sweep/7/checkpoints/b.ckpt", age=2)
     Path("outputs/sweep/results.csv").touch()
     assert find_checkpoint("last", VALUES) == (run, elsewhere)
+
+
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_the_message_does_not_call_a_newer_file_the_best(choice, capsys):
+    best = save("outputs/today/0/checkpoints/best.ckpt", age=6)
+    save("outputs/today/0/checkpoints/last.ckpt", age=5, best=str(best))
+    job = save("multirun/today/1/7/checkpoints/last.ckpt", age=3)
+    path = chosen_checkpoint({**VALUES, "ckpt_path": choice})
+    assert Path(path).name == f"{choice}.ckpt"
+    words = f"ckpt_path={choice} passes over jobs of sweeps, though '{job}' is newer; ckpt_path=FILE takes one"
+    assert capsys.readouterr().err == f"equipoise: {words}\n"
 
 
 def test_the_runs_own_folder_comes_first():
