@@ -10,7 +10,7 @@ COMMAND = Command(
     flags={
         "--html=": "a file for a page with the plan",
         "--json": "print the plan as JSON",
-        "--timeout=": "seconds after which a strategy is given up",
+        "--timeout=": "seconds after which the plan is given up",
     },
     examples=(("trainer.devices=2x24GiB", "plan for devices that are not here"),),
 )
