@@ -57,7 +57,9 @@ def plain(epochs: int) -> Net:
     [((0, 1), "linear"), ((1, 1), "cos"), ((2, 2), "linear"), ((4, 1), "cos")],
     ids=["before the first average", "just before it", "in the epochs of averages", "in that of the statistics"],
 )
-def test_stochastic_averaging_goes_on_within_an_epoch(place: tuple[int, int], strategy: Any, tmp_path: Path) -> None:
+def test_stochastic_weight_averaging_continues_within_an_epoch(
+    place: tuple[int, int], strategy: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "saved.ckpt"
 
     def average() -> Callback:

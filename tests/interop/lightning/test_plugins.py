@@ -183,7 +183,7 @@ def test_lightnings_own_environment_in_tasks_of_slurm(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("requeues", [True, False])
-def test_a_job_that_is_not_to_be_requeued(requeues: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_auto_requeue_sigusr1_does_not_requeue_the_job(requeues: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     handlers: list[Any] = []
 

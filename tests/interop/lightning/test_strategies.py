@@ -185,7 +185,7 @@ def test_model_parallel_is_fsdp_with_tensor_parallelism() -> None:
     ],
     ids=["classes", "sizes", "a function"],
 )
-def test_wrapping_policies_are_translated_to_units(policy: Any, units: Any) -> None:
+def test_wrapping_and_activation_checkpointing_policies_are_translated(policy: Any, units: Any) -> None:
     words = fsdp_in_our_words(TheirFSDP(auto_wrap_policy=policy, activation_checkpointing_policy=policy))
     assert words.options.get("units") == words.trainer.get("activation_checkpointing") == units
     assert len(words.left_out) == (0 if units else 2)

@@ -82,7 +82,7 @@ def weight_in(path: Any) -> Tensor:
         [-1, 2],
     ),
 )
-def test_a_file_holds_the_weights_of_its_value(
+def test_files_by_steps_or_by_time_are_saved_at_the_next_validation_with_its_value(
     tmp_path: Path, accumulate: int, interval: float, trigger: dict[str, Any], top_k: int
 ) -> None:
     keeper = ModelCheckpoint(tmp_path, "{step}-{value:.6f}", "value", save_top_k=top_k, save_last=True, **trigger)

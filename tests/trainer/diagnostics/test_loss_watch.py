@@ -80,7 +80,7 @@ def reports(module: L.LightningModule, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_step_and_the_batch_of_a_bad_loss_are_reported_once(value: float) -> None:
+def test_a_loss_that_is_nan_or_infinite_is_reported_once_with_step_and_batch(value: float) -> None:
     (report,) = reports(Poisoned("loss", value=value))
     place = "step 2, batch 2 of epoch 0 (counted from 0)"
     assert report.startswith(f"The loss is {value} in {place}. The batch is finite.")
@@ -104,12 +104,12 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("where", CAUSES)
-def test_the_first_module_whose_output_is_not_finite_is_named(where: str) -> None:
+def test_detect_nonfinite_names_the_first_module_whose_output_is_not_finite(where: str) -> None:
     (report,) = reports(Poisoned(where), detect_nonfinite=True)
     assert report.endswith(CAUSES[where])
 
 
-def test_the_first_module_whose_output_is_not_finite_is_named_under_dp() -> None:
+def test_detect_nonfinite_names_that_module_under_dp() -> None:
     (report,) = reports(Poisoned("layer"), detect_nonfinite=True, strategy="dp", devices=["cpu", "cpu"])
     assert "Spoil" in report
 

@@ -68,7 +68,7 @@ def fit(kind: Any, monitor: str, module: Logging, folder: Path, loaders: int = 1
         (ReduceLROnPlateau, "val/accuracy", "val/acuracy"),
     ],
 )
-def test_another_spelling_of_a_monitor_is_refused_before_the_first_step(
+def test_a_mistyped_monitor_is_refused_before_the_first_step(
     kind: Any, logged: str, monitor: str, tmp_path: Path
 ) -> None:
     module = Logging([logged, "other"])

@@ -203,7 +203,9 @@ HERE, ELSEWHERE = [(1.0, 2), (4.0, 1)], [(10.0, 3)]
         ("max", 10.0, False),
     ],
 )
-def test_values_of_an_epoch_are_reduced_over_processes(reduce_fx: str, expected: float, here: bool) -> None:
+def test_values_of_an_epoch_are_reduced_over_processes_with_means_weighted_by_samples(
+    reduce_fx: str, expected: float, here: bool
+) -> None:
     """Also in a process that had no batch."""
     reports = [report_of(ELSEWHERE, reduce_fx=reduce_fx)]
     if not here:

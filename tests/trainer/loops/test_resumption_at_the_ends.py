@@ -118,7 +118,9 @@ def test_a_loader_with_state_dict_continues_at_its_place_where_steps_are_estimat
 @pytest.mark.parametrize(
     ("loader", "how"), [*((loader, "by a callback") for loader in LOADERS), ("shuffled", "afterwards")]
 )
-def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(loader: str, how: str, tmp_path: Path) -> None:
+def test_a_run_that_max_steps_ended_within_an_epoch_continues_in_that_epoch(
+    loader: str, how: str, tmp_path: Path
+) -> None:
     """With a higher limit, no sample of the epoch is lost or seen again, and its values are those of all of it."""
 
     def ends(folder: str, steps: int, path: Path | None = None) -> Any:
@@ -307,7 +309,9 @@ def logged(folder: Path, *callbacks: Any, **options: Any) -> Any:
         ({"every_n_train_steps": 3}, float("inf"), 19),
     ],
 )
-def test_every_csv_row_stands_in_the_file_once(every: dict[str, int], files: float, batch: int, tmp_path: Path) -> None:
+def test_every_row_of_metrics_csv_appears_once_in_a_resumed_run(
+    every: dict[str, int], files: float, batch: int, tmp_path: Path
+) -> None:
     logged(tmp_path / "whole", KillingCheckpoint(tmp_path / "whole", **every), max_epochs=2)
     folder = tmp_path / "part"
     kill = Kill("on_train_batch_end", batch)

@@ -110,19 +110,19 @@ class Job:
             "MASTER_PORT": str(port),
         }
 
-    def run(self, *, interrupted: bool, restarts: int = 0) -> set[int | None]:
-        """Runs all tasks, and sends each of them SIGUSR1 once it waits, if wanted; returns their exit codes."""
+    def run(self, number: signal.Signals | None = None, *, restarts: int = 0) -> set[int | None]:
+        """Runs all tasks, and sends each of them a signal once it waits, if one is given; returns their exit codes."""
         script = f"from pathlib import Path\nfrom {__name__} import train\n"
-        script += f"train(Path({str(self.folder)!r}), waits={interrupted})\n"
+        script += f"train(Path({str(self.folder)!r}), waits={number is not None})\n"
         port = unused_port()
         with ExitStack() as stack:
             programs = []
             for rank in range(self.tasks):
                 own = {**os.environ, **self.environment(rank, restarts=restarts, port=port)}
                 programs.append(stack.enter_context(Program(script, environment=own)))
-            for rank, program in enumerate(programs if interrupted else []):
+            for rank, program in enumerate(programs if number is not None else []):
                 self.await_rank(rank)
-                program.send_signal(signal.SIGUSR1)
+                program.send_signal(number)
             print(*(program.finish()[1] for program in programs), sep="\n")
             return {program.returncode for program in programs}
 
@@ -140,13 +140,22 @@ class Job:
 def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tmp_path: Path, tasks: int) -> None:
     expected = undisturbed(tmp_path / "undisturbed", strategy="ddp" if tasks > 1 else "auto", devices=tasks)
     job = Job(tmp_path / "job", tasks)
-    assert job.run(interrupted=True) == {os.EX_TEMPFAIL}
+    assert job.run(signal.SIGUSR1) == {os.EX_TEMPFAIL}
     assert job.queued == "requeue 77\n"
     assert job.checkpoint.is_file()
     assert not (job.folder / "weights.pt").exists()
-    assert job.run(interrupted=False, restarts=1) == {0}
+    assert job.run(restarts=1) == {0}
     assert result(job.folder) == expected
     assert not job.checkpoint.exists()
+
+
+@pytest.mark.thorough
+def test_tasks_that_receive_sigterm_at_different_times_end_after_the_same_batch(tmp_path: Path) -> None:
+    job = Job(tmp_path, tasks=2)
+    assert job.run(signal.SIGTERM) == {0}
+    assert not job.queued
+    assert torch.load(job.checkpoint, weights_only=True)["global_step"] >= 5
+    assert not (tmp_path / "weights.pt").exists()
 
 
 @pytest.mark.thorough

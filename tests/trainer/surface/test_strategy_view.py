@@ -21,7 +21,7 @@ NAMES = {name for kind in LIGHTNINGS for name in dir(kind) if not name.startswit
 SHARED = {"root_device", "teardown"}
 
 
-def test_every_name_of_lightnings_strategies_is_there() -> None:
+def test_trainer_strategy_has_every_public_name_of_lightnings_strategies() -> None:
     view = trainer().strategy
     for name in NAMES - {"process_group_backend"}:
         getattr(view, name)
