@@ -130,15 +130,23 @@ class WithoutIndex(Net):
         super().validation_step(batch, 0)
 
 
-class LogsShards(Net):
-    """Logs values of weights and gradients outside of the steps, where they are in shards."""
+class HooksOnShards(Net):
+    """Reads weights and gradients outside of the steps, where they are in shards, and changes them in place."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = [parameter.grad.norm() for parameter in self.parameters()]
-        self.log("gradient", torch.stack(norms).norm(), on_step=False, on_epoch=True)
+        norm = torch.stack([parameter.grad.norm() for parameter in self.parameters()]).norm()
+        self.log("gradient", norm, on_step=False, on_epoch=True)
+        if norm > 0.1:
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.1 / norm)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
 
     def on_train_epoch_end(self) -> None:
-        self.log("weight", self.last.weight.sum())
+        self.log("weight", self.last.weight.norm())
 
 
 # Runs
@@ -166,7 +174,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "toggled optimisers": (Toggling, {"count": 48}),
     "switches by hand": (Switching, {"count": 48}),
     "a switch in a step": (SwitchedOnce, {"count": 48}),
-    "values of shards that are logged": (LogsShards, {"count": 48}),
     "a weight that is read outside of its unit": (ReadsElsewhere, {}),
     "a fused optimiser": (Net, {"fused_optimizer": True}),
     "validations between steps": (Net, {"val_check_interval": 2}),
@@ -231,6 +238,13 @@ def test_training_in_shards_equals_that_of_one_device(processes: int, replicas: 
     assert_same_in_processes(
         processes, expected, {name: partial(under_fsdp, name, processes, replicas) for name in names}
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("processes", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_hooks_read_norms_of_weights_and_gradients_and_change_them_in_place(processes: int, replicas: int) -> None:
+    actual = outcome(HooksOnShards, fsdp(replicas=replicas), processes, count=48)
+    assert_close(outcome(HooksOnShards, count=48), actual)
 
 
 def test_one_process_trains_as_one_device() -> None:

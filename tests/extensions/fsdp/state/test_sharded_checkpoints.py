@@ -11,6 +11,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from equipoise import (
     CheckpointError,
@@ -59,6 +62,33 @@ def test_each_process_writes_its_half_and_nothing_else_is_left(checkpoint: Path)
         8 * torch.Size(tensor["shape"]).numel() for tensor in tensors.values()
     )
     assert os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that an operation has computed in this process."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if type(leaf) is Tensor and leaf.dtype == torch.float64 and not leaf.is_meta:
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+class SavesWithoutGathering(SavesAfter):
+    def on_train_batch_end(self, *args: Any) -> None:
+        with LargestTensor() as largest:
+            super().on_train_batch_end(*args)
+        largest_shard = max(parameter.to_local().numel() for parameter in args[1].parameters())
+        assert largest.elements <= largest_shard < max(parameter.numel() for parameter in args[1].parameters())
+
+
+@pytest.mark.thorough
+def test_nothing_is_gathered_for_a_sharded_checkpoint(tmp_path: Path) -> None:
+    fit(Net, sharded(), 2, callbacks=[SavesWithoutGathering(tmp_path / "a.ckpt", 0)], max_epochs=1, count=12)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 @pytest.mark.thorough
@@ -171,26 +201,46 @@ def test_what_a_killed_process_leaves_is_no_checkpoint_and_removed_by_the_next(b
     assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "x"]
 
 
-class EndsWhileItWrites(Callback):
-    """Raises in the step behind a save whose writer waits until the run ends."""
-
-    def __init__(self, path: Path, error: type[BaseException]) -> None:
-        self.path = path
-        self.error = error
+class SavesBehindALock(SavesAfter):
+    """Saves after the first step; the writer waits until it is released, which is after the second one."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.released = threading.Event()
-            write = pieces.write_pieces
-
-            def wait_and_write(*arguments: Any) -> Any:
-                assert self.released.wait(60)
-                return write(*arguments)
-
-            saving.write_pieces = wait_and_write
-            trainer.save_checkpoint(self.path)
         if batch_idx == 1:
-            raise self.error("on purpose")
+            self.after_the_second_step()
+        if batch_idx != 0:
+            return
+        self.released = threading.Event()
+        write = pieces.write_pieces
+
+        def wait_and_write(*arguments: Any) -> Any:
+            assert self.released.wait(60)
+            return write(*arguments)
+
+        saving.write_pieces = wait_and_write
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+    def after_the_second_step(self) -> None:
+        self.released.set()
+
+
+@pytest.mark.thorough
+def test_steps_continue_while_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
+    """It holds the weights of the moment at which it was saved."""
+    path = tmp_path / "a.ckpt"
+    fit(Net, sharded(save_in_background=True), 2, callbacks=[SavesBehindALock(path, 0)], max_epochs=1)
+    content = torch.load(merge_shards(path, tmp_path / "whole.ckpt"), weights_only=False)
+    assert_close(weights_of(fit(Net, max_steps=1)[0]), content["state_dict"])
+
+
+class EndsWhileItWrites(SavesBehindALock):
+    """Raises after the second step; the writer waits until the run ends."""
+
+    def __init__(self, path: Path, error: type[BaseException]) -> None:
+        super().__init__(path, 0)
+        self.error = error
+
+    def after_the_second_step(self) -> None:
+        raise self.error("on purpose")
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         self.released.set()

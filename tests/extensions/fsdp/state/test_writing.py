@@ -1,6 +1,7 @@
 """Shards as each process writes them: pieces of tensors, and folders that are there completely or not at all."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,32 @@ def test_errors_of_the_background_thread_come_at_the_next_call() -> None:
     with pytest.raises(CheckpointError, match="on purpose"):
         background.start(fails)
     background.wait()
+
+
+class ReleasesAsItWaits(InBackground):
+    """Releases the function in the thread when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__("test")
+        self.released = threading.Event()
+
+    def wait(self, seconds: float | None = None) -> None:
+        self.released.set()
+        super().wait(seconds)
+
+
+def test_one_checkpoint_is_written_at_a_time() -> None:
+    background, written = ReleasesAsItWaits(), []
+
+    def first() -> None:
+        assert background.released.wait(60)
+        written.append("first")
+
+    def second() -> None:
+        written.append("second")
+
+    background.start(first)
+    background.released.clear()
+    background.start(second)
+    background.wait()
+    assert written == ["first", "second"]

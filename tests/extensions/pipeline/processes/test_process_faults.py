@@ -122,7 +122,9 @@ def test_an_exception_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_of_torchrun_wait_in_fit_and_continue_with_the_same_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["--standalone", "--nproc-per-node", "3"]
     assert not torchrun(monkeypatch, script_in(tmp_path), [str(tmp_path), "3", "1", "processes"], options)
     check_joined(tmp_path, 3)

@@ -176,7 +176,9 @@ def loaded_states(module: Any) -> None:
         ("on_train_epoch_end", loaded_states, 1, "interleaved_1f1b"),
     ],
 )
-def test_reads_and_changes_are_those_of_one_device(hook: str, act: Any, window: int, schedule: str) -> None:
+def test_buffers_states_and_tied_parameters_are_read_and_changed_between_steps_as_on_one_device(
+    hook: str, act: Any, window: int, schedule: str
+) -> None:
     compare(hooking(hook, act), schedule, accumulate_grad_batches=window)
 
 

@@ -149,6 +149,23 @@ def penalised_inputs(self: ByHand, batch: Any, batch_idx: int) -> None:
     (self.loss(batch) + (slopes.norm(dim=1) - 1).square().mean()).backward()
 
 
+def clipped_samples(self: ByHand, batch: Any, batch_idx: int) -> None:
+    """The gradient of each sample is clipped before all are added."""
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (torch.func.functional_call(self.net, weights, (x,)) - y).square().mean()
+
+    weights = dict(self.net.named_parameters())
+    of_samples = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, batch[0], batch[1]).values()
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in of_samples]).norm(dim=0)
+    scales = (0.5 / norms).clamp(max=1)
+    sums = [torch.tensordot(scales, each, 1) for each in of_samples]
+    *totals, count = (
+        self.all_gather(each).reshape(-1, *each.shape).sum(0) for each in (*sums, torch.tensor(float(len(scales))))
+    )
+    assign(self.weights, [total / count for total in totals])
+
+
 def checkpointed(self: ByHand, batch: Any, batch_idx: int) -> None:
     made = checkpoint(self.net, batch[0].requires_grad_(), use_reentrant=True)
     (made - batch[1]).square().mean().backward()
@@ -180,6 +197,7 @@ step_of(
     unused=unused,
     sharpness=sharpness,
     penalised_inputs=penalised_inputs,
+    clipped_samples=clipped_samples,
     checkpointed=checkpointed,
     inputs_alone=inputs_alone,
     changed_by_hand=changed_by_hand,

@@ -40,10 +40,19 @@ def assert_as_on_one_device(name: str, processes: int) -> None:
     assert_equal(one, weights_of(PROGRAMS[name], "ddp", processes, count, 3), 1e-12)
 
 
+OF_SAMPLES = ("penalised_inputs", "clipped_samples")
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "Missing"])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("Missing", *OF_SAMPLES)])
 def test_gradients_by_autograd_grad_and_other_functions_are_those_of_one_device(name: str) -> None:
     assert_as_on_one_device(name, 3 if name in IN_THREE_PROCESSES else 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_gradients_of_samples_and_those_by_torch_func_grad_are_of_their_process(name: str) -> None:
+    assert_as_on_one_device(name, 2)
 
 
 @pytest.mark.thorough
