@@ -112,9 +112,11 @@ def test_names_are_short_and_differ():
     assert names("multirun/2026-01-31/10-20-30-123456/0", "multirun/2026-01-31/10-20-30-123456/1") == ["0", "1"]
     jobs = ("multirun/2026-01-31/10-20-30-123456/0", "outputs/2026-02-01/10-00-00-1", "outputs/first")
     assert names(*jobs) == ["31 Jan 10:20:30 / 0", "01 Feb 10:00:00", "first"]
+    same_second = ("outputs/2026-02-01/10-00-00-123456", "outputs/2026-02-01/10-00-00-789012")
+    assert names(*same_second) == ["01 Feb 10:00:00.123", "01 Feb 10:00:00.789"]
     # The end of a path is as long as it must be.
-    same_second = ("outputs/2026-02-01/10-00-00-1", "outputs/2026-02-01/10-00-00-2", "a/x", "b/x")
-    assert names(*same_second) == ["2026-02-01/10-00-00-1", "2026-02-01/10-00-00-2", "a/x", "b/x"]
+    same_time = ("outputs/2026-02-01/10-00-00-123456", "others/2026-02-01/10-00-00-123456", "a/x", "b/x")
+    assert names(*same_time) == [*same_time]
 
 
 def test_the_best_job_of_a_sweep_is_named_with_its_overrides():

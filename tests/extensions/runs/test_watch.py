@@ -4,6 +4,7 @@ import http.client
 import json
 import math
 import platform
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -318,6 +319,21 @@ class TestCommand:
             program.send_signal(signal.SIGINT)
             assert program.finish()[0] == "Ended.\n"
             assert program.returncode == 0
+
+    def test_a_sweep_that_begins_later_is_shown(self, tmp_path: Path):
+        (tmp_path / "outputs").mkdir()
+        source = "from equipoise.extensions.runs.watch.command import watch; watch(['--port=0'])"
+        with Program(source, folder=tmp_path) as program:
+            port = re.search(r":(\d+)/", program.stdout.readline())
+            assert port is not None
+            for expected in (b"There are none.", b"multirun/first"):
+                connection = http.client.HTTPConnection("127.0.0.1", int(port[1]), timeout=60)
+                connection.request("GET", "/")
+                assert expected in connection.getresponse().read()
+                connection.close()
+                job = tmp_path / "multirun" / "first"
+                job.mkdir(parents=True, exist_ok=True)
+                (job / "run.json").write_text(json.dumps(content()), encoding="utf-8")
 
     def test_a_port_that_is_taken_is_refused(self, served: WatchServer, tmp_path: Path):
         port = f"--port={served.server_port}"

@@ -112,7 +112,8 @@ function prepareChart(plot) {
   const reset = tool("Whole range", () => zoom(0, 1));
   prepareScale(plot, tool);
   tool("CSV", () => save(plot));
-  plot.closest("figure").append(tools);
+  const figure = plot.closest("figure");
+  (figure.querySelector("figcaption") ?? figure).prepend(tools);
 
   function zoom(from, to) {
     low = whole[0] + (whole[1] - whole[0]) * from;

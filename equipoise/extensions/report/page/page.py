@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 
-from equipoise.extensions.common.page.markup import Markup, plain, tag
+from equipoise.extensions.common.page.markup import Markup, cut, plain, tag
 from equipoise.extensions.common.page.page import (
     configuration_section,
     facts_section,
@@ -28,7 +28,7 @@ from equipoise.notices import is_of_library
 
 __all__ = ["render_report", "write_report"]
 
-# Characters of a traceback that the page shows, and of its last line.
+# Characters of a traceback that the page shows, and of its message.
 _LONGEST_ERROR = 40_000
 _LONGEST_CAUSE = 2000
 _COPIED = ("overrides", "command")
@@ -110,26 +110,41 @@ def _origin(origin: Mapping[str, str]) -> Markup | None:
 
 
 def _error(record: RunRecord) -> Markup | None:
-    """Show the last line of a traceback, which states the error, and the rest below it."""
+    """Show the message at the end of a traceback, and the rest below it."""
     text = plain(record.error).strip()
     if not text:
         return None
-    cause = next(line for line in reversed(text.splitlines()) if line.strip())
+    cause = _message(text)
     if len(text) > _LONGEST_ERROR:
         half = _LONGEST_ERROR // 2
         text = f"{text[:half]}\n…\n{text[-half:]}"
     # The traceback is folded if a line of the user is shown above it. An attribute that is None is left out.
     lines = _lines_of_user(text)
     is_open = None if lines else ""
-    trace = tag("details", tag("summary", "Traceback"), tag("pre", text), open=is_open)
+    trace = None
+    if cause != text:
+        trace = tag("details", tag("summary", "Traceback"), tag("pre", text), open=is_open)
     return tag(
         "section",
         tag("h2", "What went wrong"),
-        tag("p", cause[:_LONGEST_CAUSE], class_="cause"),
+        tag("p", cut(cause, _LONGEST_CAUSE), class_="cause"),
         *lines,
         trace,
         class_="error",
     )
+
+
+def _message(trace: str) -> str:
+    """Return all lines of the message of the last error in a traceback."""
+    lines = trace.splitlines()
+    begin = 0
+    for number, line in enumerate(lines):
+        if line.startswith(("Traceback (", "  File ")):
+            begin = number + 1
+    # Below the place of a frame stand its code and marks.
+    while begin < len(lines) - 1 and lines[begin].startswith(" "):
+        begin += 1
+    return "\n".join(lines[begin:])
 
 
 def _lines_of_user(trace: str) -> list[Markup]:

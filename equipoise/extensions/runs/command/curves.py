@@ -36,9 +36,6 @@ def curves_section(title: str, shown: Sequence[ShownRun], metrics: Sequence[str]
             lines_by_metric[name] = lines
     if not lines_by_metric:
         return section(title, hint(_NOTHING[x]))
-    # A single value of each run, such as that of a test, stands in the table.
-    curves = {name: lines for name, lines in lines_by_metric.items() if any(len(line.points) > 1 for line in lines)}
-    lines_by_metric = curves or lines_by_metric
 
     # 2. The figures. There are as many lines by step as by time.
     count = sum(len(lines) for lines in lines_by_metric.values())

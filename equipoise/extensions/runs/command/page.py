@@ -105,7 +105,9 @@ def _sections_of_runs(runs: Sequence[Run], sweep: PurePath | None, folder: Path)
     if len(runs) > len(shown):
         note = f"the first {len(shown)} of {len(runs):,}"
     links = [report_link(row.run, folder) for row in shown]
-    drawn = metrics[: max(1, _MOST_LINES // len(shown))]
+    # A single value of each run, such as that of a test, stands in the table alone.
+    curved = [name for name in main_metrics(runs) if any(len(run.curves.get(name, ())) > 1 for run in runs)]
+    drawn = (curved or metrics)[: max(1, min(_MOST_METRICS, _MOST_LINES // len(shown)))]
     yield tag(
         "div",
         section("Runs", *runs_table(shown, links, metrics), note=note),

@@ -16,7 +16,8 @@ from equipoise.formats import format_count
 
 __all__ = ["parallel_section"]
 
-_LONGEST_WORD = 18
+_LONGEST_NAME = 18
+_LONGEST_WORD = 14
 _LEAST_RUNS = 3
 # Pixels of the picture; across, axes stand at percentages of its width.
 _HEIGHT = 260
@@ -25,7 +26,7 @@ _BOTTOM = 230
 # Share of the width left and right of the first and last axis.
 _MARGIN = 0.06
 # Pixels that an axis needs; the picture is wider where there is room.
-_AXIS_WIDTH = 120
+_AXIS_WIDTH = 140
 # Values of an axis that each have a word; more are told by round numbers.
 _MOST_WORDS = 8
 # Shades of lines, from the best to the worst run, where there are more runs than colours.
@@ -191,7 +192,7 @@ def _down(height: float) -> float:
 def _axis(axis: _Axis, share: float, *, is_first: bool) -> Markup:
     x = f"{100 * share:.2f}%"
     line = tag("line", x1=x, x2=x, y1=_TOP, y2=_BOTTOM, class_="rule")
-    name = tag("text", cut(axis.name, _LONGEST_WORD), x=x, y=12, text_anchor="middle", class_="name")
+    name = tag("text", cut(axis.name, _LONGEST_NAME), x=x, y=12, text_anchor="middle", class_="name")
     # Words stand to the left of their axis; those of the first one would be cut there.
     side = -7
     anchor = "end"

@@ -14,7 +14,7 @@ __all__ = ["COLOURS", "ShownRun", "shown_runs", "sweep_folder", "time_in_words"]
 # Colours in the style sheet.
 COLOURS = 20
 # Folders that the command names by date and time, such as "2026-01-31/10-20-30-123456".
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d)/(\d\d-\d\d-\d\d)(?:-\d+)?$")
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d)/(\d\d-\d\d-\d\d)(?:-(\d+))?$")
 
 
 class ShownRun(NamedTuple):
@@ -60,8 +60,12 @@ def sweep_folder(runs: Sequence[Run]) -> PurePath | None:
     return folders.pop()
 
 
-def time_in_words(folder: PurePath) -> str:
+def time_in_words(folder: PurePath, *, is_exact: bool = False) -> str:
     """Return date and time by which a folder is named; empty for another name.
+
+    Args:
+        folder: The folder.
+        is_exact: Whether to add milliseconds, where the name has them. Default: False.
 
     Example:
         >>> time_in_words(PurePath("outputs/2026-01-31/10-20-30-123456"))
@@ -70,11 +74,15 @@ def time_in_words(folder: PurePath) -> str:
     parts = _TIME.search("/".join(folder.parts[-2:]))
     if parts is None:
         return ""
+    day, second, fraction = parts.groups()
     try:
-        time = datetime.strptime(" ".join(parts.groups()), "%Y-%m-%d %H-%M-%S")
+        time = datetime.strptime(f"{day} {second}", "%Y-%m-%d %H-%M-%S")
     except ValueError:
         return ""
-    return f"{time:%d %b %H:%M:%S}"
+    words = f"{time:%d %b %H:%M:%S}"
+    if is_exact and fraction:
+        words += f".{fraction[:3]}"
+    return words
 
 
 def _short_names(runs: Sequence[Run]) -> list[str]:
@@ -94,8 +102,11 @@ def _short_names(runs: Sequence[Run]) -> list[str]:
 
 def _names(path: PurePath) -> list[str]:
     """Return the names of a run by its path, the shortest first."""
-    name = time_in_words(path) or path.name or str(path)
-    time_of_sweep = time_in_words(path.parent)
-    if time_of_sweep:
-        name = f"{time_of_sweep} / {name}"
-    return [name, *("/".join(path.parts[-length:]) for length in range(2, len(path.parts) + 1))]
+    names = []
+    for is_exact in (False, True):
+        name = time_in_words(path, is_exact=is_exact) or path.name or str(path)
+        time_of_sweep = time_in_words(path.parent, is_exact=is_exact)
+        if time_of_sweep:
+            name = f"{time_of_sweep} / {name}"
+        names.append(name)
+    return names + ["/".join(path.parts[-length:]) for length in range(2, len(path.parts) + 1)]

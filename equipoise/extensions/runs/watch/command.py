@@ -22,7 +22,8 @@ def watch(arguments: Sequence[str], configurations: Sequence[Path] = ()) -> None
         ConfigurationError: If an argument is wrong, a folder does not exist, or the port is taken.
     """
     names, flags = read_flags(arguments, {"--port": _port}, _TAKES)
-    runs = WatchedRuns(folders_of(names, _TAKES))
+    # The default folders are looked for each time: a sweep may begin later.
+    runs = WatchedRuns(folders_of(names, _TAKES) if names else ())
     with _server(runs, flags.get("--port")) as server:
         try:
             print(f"Runs: {server.url}  (on this machine alone; Ctrl-C ends it)", flush=True)

@@ -116,6 +116,18 @@ class TestPage:
         assert whole == trace.strip()
         assert "open" not in error.one("details").attributes
 
+    def test_a_message_of_several_lines_is_shown_whole(self):
+        frame = '  File "a.py", line 1, in b\n    c(x)\n      ^^\n'
+        trace = f"Traceback (most recent call last):\n{frame}E: one\n  two\nthree\n"
+        error = sections(page(error=trace))["What went wrong"]
+        assert error.one("p", "cause").text == "E: one\n  two\nthree"
+        assert error.all("pre")[0].text == "c(x)"
+
+    def test_a_message_alone_has_no_traceback_below_it(self):
+        error = sections(page(error="E: one\ntwo"))["What went wrong"]
+        assert error.one("p", "cause").text == "E: one\ntwo"
+        assert not error.all("details")
+
     def test_a_traceback_within_a_message_takes_no_time(self):
         frame = '  File "a", line 1, in ' + "x" * 20
         trace = "ValueError: " + (frame * 1000)
@@ -128,7 +140,7 @@ class TestPage:
         assert len(error) < 50_000
 
     def test_what_a_terminal_would_colour_is_plain(self):
-        error = sections(page(error="\x1b[31mred\x1b[0m \x00\ud800"))["What went wrong"].one("pre").text
+        error = sections(page(error="\x1b[31mred\x1b[0m \x00\ud800"))["What went wrong"].one("p", "cause").text
         assert error == "red \ufffd\ufffd"
 
     def test_only_our_own_script_and_style_may_run_and_nothing_is_fetched(self):
