@@ -12,7 +12,7 @@ from equipoise.extensions.common.page.markup import cut
 from equipoise.extensions.common.page.scales import Point
 from equipoise.extensions.common.suggested_rate import suggested_rate
 from equipoise.extensions.common.timeline import Timeline
-from equipoise.extensions.report.curve_history import CurveHistory, steps_done
+from equipoise.extensions.report.curve_history import CurveHistory, step_counts, steps_done
 from equipoise.extensions.report.curve_names import group_curves
 from equipoise.extensions.report.fit_recorder import Fit
 from equipoise.extensions.report.page.record import LearningRateSearch, Outcome, PipelineStep, RunEvent, RunRecord
@@ -70,7 +70,7 @@ def collect_facts(trainer: Any, module: Any, fit: Fit, outcome: Outcome) -> dict
         "seen": now.isoformat(),
         "seconds": (now - fit.started).total_seconds(),
         "epochs": int(trainer.current_epoch),
-        "steps": int(trainer.global_step),
+        "steps": steps_done(trainer),
         "peak_memory": peaks_of(trainer),
         "monitored": monitored(trainer),
     }
@@ -82,11 +82,10 @@ def collect_times(trainer: Any, fit: Fit) -> list[Point]:
     Each batch counts as the same part of a step, as with a constant `accumulate_grad_batches`.
     """
     batches = fit.throughput.progress(fit.clock)
-    if not batches or not trainer.global_step:
-        return []
-    # Loggers count one step where several optimisers step in turn.
+    first = fit.first_step
     last = steps_done(trainer)
-    first = fit.first_step * last / trainer.global_step
+    if not batches or not last:
+        return []
     _, all_batches = batches[-1]
     # A fit that is resumed at its end has none.
     if not all_batches:
@@ -140,7 +139,8 @@ def _facts(trainer: Any, module: Any, fit: Fit) -> Iterator[Fact]:
     if fit.speed:
         yield fit.speed_unit, format_count(round(fit.speed, 1))
     yield "epochs", f"{trainer.current_epoch:,}"
-    yield "steps", f"{trainer.global_step:,}"
+    for name, steps in step_counts(trainer).items():
+        yield name, f"{steps:,}"
     if fit.throughput.seconds > 0:
         yield "time in training", format_span(fit.throughput.seconds)
     yield "strategy", _strategy(trainer)

@@ -8,7 +8,7 @@ import torch
 
 from equipoise.extensions.common.page.scales import thin
 
-__all__ = ["CurveHistory", "StepCurve", "steps_done"]
+__all__ = ["CurveHistory", "StepCurve", "step_counts", "steps_done"]
 
 _MOST_POINTS = 1024
 # Three points of each interval stay, and both ends.
@@ -312,6 +312,16 @@ def steps_done(trainer: Any) -> int:
     if trainer.validating:
         steps += 1
     return steps
+
+
+def step_counts(trainer: Any) -> dict[str, int]:
+    """Return the steps done, by what they are; those of optimisers apart where several step in turn."""
+    counts = {"steps": steps_done(trainer)}
+    # A fit may end between a step and its count.
+    if abs(trainer.global_step - counts["steps"]) > 1:
+        # `max_steps` counts these.
+        counts["optimiser steps"] = int(trainer.global_step)
+    return counts
 
 
 def _last_step(trainer: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from equipoise.callbacks.callback import Callback
 from equipoise.callbacks.copied_state import copied_state
-from equipoise.extensions.report.curve_history import CurveHistory
+from equipoise.extensions.report.curve_history import CurveHistory, steps_done
 from equipoise.extensions.report.throughput import Throughput, batches_of_step, samples_of
 from equipoise.parallel.batches.splitting import Splitter
 
@@ -59,7 +59,7 @@ class Fit:
     def begin_training(self) -> None:
         """Note the point where training begins."""
         self.first_epoch = self.trainer.current_epoch
-        self.first_step = self.trainer.global_step
+        self.first_step = steps_done(self.trainer)
         # An epoch that is resumed in its middle does not start again.
         self.begin_epoch()
 

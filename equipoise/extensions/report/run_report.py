@@ -9,6 +9,7 @@ from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from time import monotonic
+from types import TracebackType
 from typing import Any
 
 import rich
@@ -22,18 +23,19 @@ from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.page.page import write_page
 from equipoise.extensions.report.added_sections import added_sections
 from equipoise.extensions.report.collect_record import collect_facts, collect_record, collect_times
-from equipoise.extensions.report.curve_history import CurveHistory
+from equipoise.extensions.report.curve_history import CurveHistory, steps_done
 from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
 from equipoise.extensions.report.page.page import write_report
-from equipoise.extensions.report.page.record import Outcome, ReportSection
+from equipoise.extensions.report.page.record import Outcome, ReportSection, RunRecord
 from equipoise.extensions.report.read_trainer import devices_of
 from equipoise.extensions.report.run_file.live_values import LiveValues
 from equipoise.extensions.report.run_file.origin import origin_facts, read_origin
-from equipoise.extensions.report.run_file.run_file import write_run_file
+from equipoise.extensions.report.run_file.run_file import add_test, write_run_file
 from equipoise.extensions.report.run_summary import RunSummary
-from equipoise.formats import format_path
+from equipoise.formats import format_count, format_path
 from equipoise.interop.remote.paths import AnyPath, to_path
 from equipoise.memory.devices import DeviceInfo, list_devices
+from equipoise.names.tracebacks import shortened
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.communication.object_exchange import gather_objects
 
@@ -52,6 +54,8 @@ class RunReport(FitRecorder):
     a fit, the report is written at the beginning of an epoch, at most once a minute. It lies in the folder of the first
     logger, else in `default_root_dir`; either may be a URL. A `fast_dev_run` writes none. A report that cannot
     be written does not fail the run: a warning states the reason.
+
+    A later `trainer.test` adds its metrics to the page and to `run.json`.
 
     Memory over time and the tensors at its peak come from a `MemoryLogger` among the callbacks, out-of-memory events
     from an `OOMRecovery`, the picture of a pipeline's last step from its strategy. Learning curves are shared with a
@@ -76,6 +80,8 @@ class RunReport(FitRecorder):
         # Time of the last report.
         self._written = 0.0
         self._earlier: Fit | None = None
+        # The report of the last fit; None before its end.
+        self._record: RunRecord | None = None
         # What was run; None before it is read.
         self._origin: dict[str, Any] | None = None
         # Values since the last `run.json`; None before training, and where they cannot be appended to a file.
@@ -106,15 +112,17 @@ class RunReport(FitRecorder):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Choose the folder and the curves, and remove the notes of an earlier failure."""
-        if stage != "fit":
+        if stage not in ("fit", "test"):
             return
+        # All processes agree on log_dir, so it is read while all of them run this hook.
+        folder = to_path(trainer.log_dir or trainer.default_root_dir)
+        if stage == "fit" or folder != self._folder:
+            self._record = None
+        if stage == "test":
+            return
+        self._folder = folder
         self._devices = []
         self._origin = None
-        # All processes agree on log_dir, so it is read while all of them run this hook.
-        folder = trainer.log_dir
-        if not folder:
-            folder = trainer.default_root_dir
-        self._folder = to_path(folder)
         self._written = monotonic()
         self._share_curves(trainer)
         super().setup(trainer, pl_module, stage)
@@ -140,7 +148,7 @@ class RunReport(FitRecorder):
         """Continue an earlier fit, if this one begins at its end."""
         super().on_train_start(trainer, pl_module)
         earlier = self._earlier
-        if self._fit is not None and earlier is not None and earlier.last_step == trainer.global_step > 0:
+        if self._fit is not None and earlier is not None and earlier.last_step == steps_done(trainer) > 0:
             self._fit.continue_from(earlier)
         if self._fit is not None and trainer.is_global_zero and not trainer.fast_dev_run:
             # A folder that cannot be written is told of at the end.
@@ -163,6 +171,20 @@ class RunReport(FitRecorder):
         if trainer.received_sigterm:
             outcome = "interrupted"
         self._conclude(trainer, pl_module, outcome)
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """Add the metrics of a test to the report of the fit before it."""
+        if self._record is None or not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        told = {name: format_count(value) for name, value in values.items()}
+        # Those of an earlier test are replaced, and come first as well.
+        self._record = replace(self._record, facts=told | {**self._record.facts, **told})
+        try:
+            add_test(self._folder, values)
+            write_report(self._record, self._folder / "report.html")
+        except Exception as failure:
+            _warn_of_failure(failure)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write a report with the error and the values up to now."""
@@ -188,7 +210,7 @@ class RunReport(FitRecorder):
             self._conclude(trainer, pl_module, "interrupted", cause)
             return
         # 3. Write the report. The other processes pass their errors on to the main process.
-        error = "".join(traceback.format_exception(exception))
+        error = _trace_of(exception)
         if not trainer.is_global_zero and not _has_report(self._folder / "report.html", fit.started):
             _leave_note(self._folder, trainer.global_rank, error)
         if trainer.is_global_zero and trainer.world_size > 1:
@@ -223,7 +245,7 @@ class RunReport(FitRecorder):
             self._live.remove()
         self._live = None
         # The trainer is released.
-        self._earlier = replace(fit, trainer=None, size_of=None, last_step=trainer.global_step)
+        self._earlier = replace(fit, trainer=None, size_of=None, last_step=steps_done(trainer))
         if path is not None:
             line = Text.assemble(("Report: ", "dim"), format_path(str(path)))
             rich.get_console().print(line, soft_wrap=True)
@@ -247,9 +269,9 @@ class RunReport(FitRecorder):
             )
             write_report(record, path)
         except Exception as failure:
-            # A failure to report must not make a run fail that has ended well.
-            rank_zero_warn(f"The report could not be written: {type(failure).__name__}: {failure}")
+            _warn_of_failure(failure)
             return None
+        self._record = record
         return path
 
     def _read_origin(self) -> dict[str, Any]:
@@ -268,6 +290,25 @@ class RunReport(FitRecorder):
         )
         if self._live is not None:
             self._live.clear()
+
+
+def _warn_of_failure(failure: Exception) -> None:
+    """Warn: a failure to report must not make a run fail that has ended well."""
+    rank_zero_warn(f"The report could not be written: {type(failure).__name__}: {failure}")
+
+
+def _trace_of(error: BaseException) -> str:
+    """Return the traceback that the user will see. The error keeps its own, as it goes on."""
+    whole: list[tuple[BaseException, TracebackType | None]] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not other for other, _ in whole):
+        whole.append((link, link.__traceback__))
+        link = link.__cause__ or link.__context__
+    try:
+        return "".join(traceback.format_exception(shortened(error)))
+    finally:
+        for link, trace in whole:
+            link.__traceback__ = trace
 
 
 def _folder_of_failure(trainer: Any) -> AnyPath:

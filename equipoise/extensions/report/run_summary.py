@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from equipoise.extensions.report.curve_history import step_counts, steps_done
 from equipoise.extensions.report.fit_recorder import Fit, FitRecorder
 from equipoise.extensions.report.read_trainer import best_scores, device_name, devices_of, peaks_of, saved_checkpoints
 from equipoise.formats import format_bytes, format_duration, format_number
@@ -115,11 +116,11 @@ def _run_rows(trainer: Any, fit: Fit) -> list[Row]:
     """Return the rows about progress and speed."""
     first_epoch = fit.first_epoch or 0
     epochs = f"{first_epoch + fit.epochs:,}"
-    steps = f"{trainer.global_step:,}"
+    counts = {name: f"{steps:,}" for name, steps in step_counts(trainer).items()}
     if first_epoch:
         epochs += f" ({fit.epochs:,} in this run)"
-        steps += f" ({trainer.global_step - fit.first_step:,} in this run)"
-    rows = [("epochs", epochs), ("steps", steps)]
+        counts["steps"] += f" ({steps_done(trainer) - fit.first_step:,} in this run)"
+    rows = [("epochs", epochs), *counts.items()]
     if fit.speed:
         rows.append((fit.speed_unit, f"{fit.speed:,.0f}"))
     if fit.epochs:

@@ -6,6 +6,7 @@ import math
 import pickle
 import platform
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +209,61 @@ class TestFit:
         assert seen == [(2, "running"), (4, "running")]
         assert read().one("header").one("span", "pill").text == "finished"
 
+    def test_of_optimisers_in_turn_the_steps_of_the_curves_count(self):
+        class InTurn(Small):
+            automatic_optimization = False
+
+            def training_step(self, batch: Any, batch_idx: int) -> None:
+                self.log("loss", self.layer(batch[0]).mean(), on_step=True)
+                for optimizer in self.optimizers():
+                    optimizer.step()
+
+            def configure_optimizers(self) -> Any:
+                return [super(InTurn, self).configure_optimizers() for _ in range(2)]
+
+        fit(equipoise.Trainer, InTurn(), loader(4))
+        told = facts(read())
+        assert (told["steps"], told["optimiser steps"]) == ("8", "16")
+        run = json.loads(Path("run.json").read_text(encoding="utf-8"))
+        assert (run["steps"], run["times"][0][-1]) == (8, 8)
+
+
+class TestTest:
+    @BOTH
+    def test_its_metrics_come_first_and_later_ones_replace_them(self, cls: type):
+        seen = iter((0.25, 0.5))
+
+        class Tested(Small):
+            def on_test_epoch_start(self) -> None:
+                self.accuracy = next(seen)
+
+            def test_step(self, batch: Any, batch_idx: int) -> None:
+                self.log("test_accuracy", self.accuracy)
+
+        run = fit(cls, Tested(), loader(3), loader(1))
+        before = Path("report.html").read_text(encoding="utf-8")
+        for accuracy in ("0.25", "0.5"):
+            run.test(run.lightning_module, loader(1), verbose=False)
+            told = facts(read())
+            assert [*told.items()][:1] == [("test_accuracy", accuracy)]
+            values = json.loads(Path("run.json").read_text(encoding="utf-8"))
+            assert (values["curves"]["test_accuracy"], values["state"]) == ([[5], [float(accuracy)]], "finished")
+        assert {name: value for name, value in told.items() if name != "test_accuracy"} == facts(parse(before))
+
+    def test_one_elsewhere_changes_no_report(self, tmp_path: Path):
+        report = RunReport()
+        fit(equipoise.Trainer, Small(), loader(3), callbacks=[report])
+        before = Path("report.html").read_bytes()
+        elsewhere = trainer(equipoise.Trainer, callbacks=[report], default_root_dir=tmp_path / "elsewhere")
+        elsewhere.test(Small(), loader(1), verbose=False)
+        assert Path("report.html").read_bytes() == before
+
+    def test_a_report_that_cannot_be_written_fails_no_test(self):
+        run = fit(equipoise.Trainer, Small(), loader(3))
+        Path("run.json").write_text("{", encoding="utf-8")
+        with pytest.warns(UserWarning, match="The report could not be written"):
+            run.test(run.lightning_module, loader(1), verbose=False)
+
 
 class TestBroken:
     @BOTH
@@ -222,6 +278,25 @@ class TestBroken:
         assert "in training_step" in error.all("pre")[-1].text
         assert curves(document)["loss", "val"] == ([2], [10])
         assert facts(document)["steps"] == "3"
+
+    def test_a_failure_in_a_library_shows_no_frames_of_this_one(self):
+        uneven = DataLoader([torch.ones(2), torch.ones(3)], batch_size=2)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="equal size"):
+            fit(equipoise.Trainer, Small(), uneven)
+        error = sections(read())["What went wrong"]
+        assert "default_collate" in error.one("pre").text
+        assert "equipoise/" not in error.one("pre").text
+
+    def test_an_error_that_goes_on_keeps_its_frames(self):
+        class Names(L.Callback):
+            def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+                frames.append([frame.filename for frame in traceback.extract_tb(exception.__traceback__)])
+
+        frames: list[list[str]] = []
+        with pytest.raises(ValueError, match="stop"):
+            fit(equipoise.Trainer, failing(ValueError), loader(3), callbacks=[Names(), RunReport(), Names()])
+        before, after = frames
+        assert before == after != []
 
     @BOTH
     def test_the_end_by_sigterm_is_no_failure(self, cls: type):

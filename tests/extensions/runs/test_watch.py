@@ -320,6 +320,7 @@ class TestCommand:
             assert program.finish()[0] == "Ended.\n"
             assert program.returncode == 0
 
+    @pytest.mark.slow
     def test_a_sweep_that_begins_later_is_shown(self, tmp_path: Path):
         (tmp_path / "outputs").mkdir()
         source = "from equipoise.extensions.runs.watch.command import watch; watch(['--port=0'])"

@@ -9,7 +9,7 @@ from equipoise.extensions.common.page.scales import Point, thin
 from equipoise.extensions.report.run_file.plain_json import as_json
 from equipoise.interop.remote.paths import AnyPath
 
-__all__ = ["write_run_file"]
+__all__ = ["add_test", "write_run_file"]
 
 _FILE = "run.json"
 # Points of a curve: three of each of 84 stretches, and both ends.
@@ -45,6 +45,23 @@ def write_run_file(
     values["curves"] = _thinned(curves)
     values["times"] = _columns(times)
     write_page(json.dumps(as_json(values)), folder / _FILE)
+
+
+def add_test(folder: AnyPath, metrics: Mapping[str, float]) -> None:
+    """Add the metrics of a test to the file of a fit, at its last step.
+
+    Args:
+        folder: The folder in which it lies.
+        metrics: Numbers by name.
+
+    Raises:
+        OSError: If the file cannot be read or written.
+    """
+    path = folder / _FILE
+    values = json.loads(path.read_text(encoding="utf-8"))
+    last_step = max(0, values["steps"] - 1)
+    values["curves"] |= {name: _columns([(last_step, value)]) for name, value in metrics.items()}
+    write_page(json.dumps(as_json(values)), path)
 
 
 def _error_line(trace: str) -> str:
