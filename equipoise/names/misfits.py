@@ -3,15 +3,16 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 from equipoise.errors import ConfigurationTypeError
-from equipoise.names.synonyms import keys_named, meant_keys
+from equipoise.names.synonyms import keys_named, meant_commands, meant_keys
 
-__all__ = ["hint_of_argument", "refuse_misfits"]
+__all__ = ["hint_of_argument", "refuse_attribute", "refuse_misfits"]
 
 # Names of arguments that a message lists.
 _MOST_NAMES = 15
+_KINDS_OF_DEVICES = ("cpu", "cuda", "gpu", "mps")
 
 
 def refuse_misfits(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -51,10 +52,32 @@ def refuse_misfits(function: Callable[..., Any], arguments: Sequence[Any], optio
         ) from None
     if by_position and reason.startswith("too many positional"):
         text = f"{by_position[-1]!r:.60}"
+        if "devices" not in parameters and _are_devices(by_position[-1]):
+            raise ConfigurationTypeError(
+                f"{owner} takes no devices: give them to the trainer, as in Trainer(devices={text}, strategy=...)."
+            ) from None
         raise ConfigurationTypeError(
-            f"{owner} does not take {text} without a name: write NAME={text}; there are: {_listed(parameters)}."
+            f"{owner} does not take {text} without a name: write NAME={text}; there are: {_listed(parameters)}"
         ) from None
     raise ConfigurationTypeError(f"{owner}: {reason}") from None
+
+
+def refuse_attribute(owner: object, name: str) -> NoReturn:
+    """Refuse an attribute that an object does not have.
+
+    Args:
+        owner: The object.
+        name: The name that it was asked for.
+
+    Raises:
+        AttributeError: Always; it names what other libraries call by that name.
+    """
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    present = [word for word in dir(owner) if not word.startswith("_")]
+    meant = [*meant_commands(name, present), *(key.removeprefix("trainer.") for key in _meant(name))]
+    names = [*(word for word in meant if word in present), *get_close_matches(name, present, n=1)]
+    nearest = [*_callbacks_among(meant), *map(repr, names)]
+    raise AttributeError(f"{message}; did you mean {nearest[0]}?" if nearest else message)
 
 
 def hint_of_argument(name: str, parameters: Collection[str]) -> str:
@@ -69,10 +92,15 @@ def hint_of_argument(name: str, parameters: Collection[str]) -> str:
         "did you mean 'devices'?"
         >>> hint_of_argument("epochs", ["model", "ckpt_path"])
         'did you mean `Trainer(max_epochs=...)`?'
+        >>> hint_of_argument("auto_lr_find", ["callbacks"])
+        'did you mean the callback LearningRateFinder of lightning.pytorch.callbacks?'
     """
-    meant = meant_keys(name)
+    meant = _meant(name)
     if "ckpt_path" in meant and "ckpt_path" not in parameters:
         return "did you mean `fit(ckpt_path=...)`?"
+    callbacks = _callbacks_among(meant)
+    if callbacks:
+        return f"did you mean {callbacks[0]}?"
     # A key of the configuration may have a value, as in precision=16-mixed.
     matches = [key for key in (key.removeprefix("trainer.") for key in meant) if key.partition("=")[0] in parameters]
     of_trainer = [key.removeprefix("trainer.") for key in meant or keys_named(name) if key.startswith("trainer.")]
@@ -81,9 +109,26 @@ def hint_of_argument(name: str, parameters: Collection[str]) -> str:
     matches += get_close_matches(name, parameters, n=1)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    return f"there are: {_listed(parameters)}."
+    return f"there are: {_listed(parameters)}"
+
+
+def _meant(name: str) -> list[str]:
+    """Return what a name may stand for: keys of a configuration, of which one has another name in a program."""
+    keys = [name] if name == "output_dir" else meant_keys(name)
+    return ["trainer.default_root_dir" if key == "output_dir" else key for key in keys]
+
+
+def _callbacks_among(keys: Sequence[str]) -> list[str]:
+    """Return the callbacks of keys that choose one, such as callbacks=[learning_rate_finder]."""
+    names = [key.removeprefix("callbacks=[").rstrip("]") for key in keys if key.startswith("callbacks=[")]
+    return [f"the callback {name.title().replace('_', '')} of lightning.pytorch.callbacks" for name in names]
+
+
+def _are_devices(value: Any) -> bool:
+    items = value if isinstance(value, list | tuple) else [value]
+    return bool(items) and all(str(item).partition(":")[0] in _KINDS_OF_DEVICES for item in items)
 
 
 def _listed(names: Collection[str]) -> str:
     listed = ", ".join(list(names)[:_MOST_NAMES])
-    return f"{listed} ..." if len(names) > _MOST_NAMES else listed
+    return f"{listed} ..." if len(names) > _MOST_NAMES else f"{listed}."

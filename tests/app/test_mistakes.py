@@ -123,6 +123,7 @@ MISTAKES = [
     ("fit trainer.gpus=2", "no key 'trainer.gpus'", "did you mean 'trainer.devices'?"),
     ("fit +trainer.gpus=2", "not an argument of Trainer", "did you mean 'trainer.devices'?"),
     ("fit trainer.resume_from_checkpoint=x", "no key", "did you mean 'ckpt_path'?"),
+    ("fit trainer.auto_lr_find=true", "no key", "did you mean 'callbacks=[learning_rate_finder]'?"),
     ("fit trainer.lr=3", "no key 'trainer.lr'", "did you mean 'module.lr'?"),
     ("fit trainer.zzz=3", "no key 'trainer.zzz'", "`equipoise fit --help trainer` explains"),
     ("fit precision=fp16", "no 'fp16' in the group 'precision'", "did you mean '16-mixed'?"),

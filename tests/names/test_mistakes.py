@@ -61,6 +61,13 @@ MISTAKES = {
         "trainer().fit(Net(), loader, epochs=3)"
     ),
     "did you mean 'train_dataloaders'?": "trainer().fit(Net(), train_dataloader=loader)",
+    "DataParallelStrategy takes no devices: give them to the trainer, as in Trainer(devices=['cuda:0'],": (
+        "equipoise.DataParallelStrategy(['cuda:0'])"
+    ),
+    "'auto_lr_find'; did you mean the callback LearningRateFinder of lightning.pytorch.callbacks?": (
+        "Trainer(auto_lr_find=True)"
+    ),
+    "Trainer takes no argument 'output_dir'; did you mean 'default_root_dir'?": "Trainer(output_dir='runs')",
     "predict_memory: missing a required argument: 'module'.": "equipoise.predict_memory()",
     "every_n_steps must be an integer of at least 1, not 0.": "equipoise.MemoryLogger(every_n_steps=0)",
     "max_epochs must be an integer": "Trainer(max_epochs='10')",
@@ -68,6 +75,9 @@ MISTAKES = {
     "cannot import name 'ModelCheckpoint' from 'equipoise'; it is Lightning's: from lightning.pytorch.callbacks import"
     " ModelCheckpoint": "from equipoise import ModelCheckpoint",
     "did you mean 'EarlyStopping' of lightning.pytorch.callbacks?": "from equipoise import EarlyStoping",
+    "'Trainer' object has no attribute 'train'; did you mean 'fit'?": "trainer().train(Net(), loader)",
+    "'Trainer' object has no attribute 'lr_find'; did you mean the callback LearningRateFinder": "trainer().lr_find",
+    "'Trainer' object has no attribute 'fitt'; did you mean 'fit'?": "trainer().fitt(Net(), loader)",
     "did you mean 'MemoryLogger'?": "from equipoise import MemoryLoger",
     "no attribute 'seed_everything'; it is Lightning's": "equipoise.seed_everything(1)",
     # Hooks.

@@ -1,7 +1,7 @@
 """Public attributes of the Trainer, under Lightning's names."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from equipoise.interop.lightning.classes import is_a
+from equipoise.names.tracebacks import shortens_tracebacks
 from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.training_data import TrainingData
@@ -49,6 +50,18 @@ class PublicState(StateFields, LightningNames):
         self.logs = self.parts.logs
         self.accelerator: Accelerator = accelerator_of(strategy.root_device)
         self.precision_plugin = self._precision_plugin()
+
+    # Type checkers would believe in any name.
+    if not TYPE_CHECKING:
+
+        @shortens_tracebacks
+        def __getattr__(self, name: str) -> Any:
+            """Refuse a name that there is not. Python also comes here after an error within a property."""
+            if not name.startswith("_") and not hasattr(type(self), name):
+                from equipoise.names.misfits import refuse_attribute
+
+                refuse_attribute(self, name)
+            return object.__getattribute__(self, name)
 
     connected_strategy = Reads[Strategy]("parts.strategy", "The strategy itself.")
     precision_in_use = Reads[Precision]("parts.precision", "The precision itself; `precision` is its name.")

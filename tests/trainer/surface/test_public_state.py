@@ -311,3 +311,15 @@ def test_callback_metrics_are_those_of_the_last_run(cls: Any) -> None:
     assert all(isinstance(value, Tensor) for value in run.callback_metrics.values())
     run.test(module, loader(), verbose=False)
     assert set(run.callback_metrics) == {"test_loss"}
+
+
+def test_an_error_within_a_property_is_not_one_about_its_name() -> None:
+    class Own(Trainer):
+        @property
+        def share(self) -> float:
+            return self.logger.no_such_value  # type: ignore[union-attr, return-value]
+
+    own = Own(logger=False, barebones=True)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'no_such_value'"):
+        own.share  # noqa: B018
+    assert not hasattr(own, "fitt")
