@@ -39,7 +39,7 @@ from equipoise.app.hydra_errors import explain, options
 from equipoise.app.output import is_job_of_sweep
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
-from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers
+from equipoise.app.sweeps.collection import collected_results, noted_job, results_of_other_launchers, runs_in_turn
 from equipoise.app.sweeps.objective import check_sweep, first_trial, is_sweep, sweep_value
 from equipoise.app.torchrun import is_first, launched_rank, refuse_sweep
 from equipoise.errors import ConfigurationError
@@ -151,14 +151,16 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
     notes = ""
 
     def task(config: DictConfig) -> float | list[float] | None:
-        if is_job_of_sweep():
-            # Hydra names the trial that failed, after all trials have ended. The process of a launcher such as submitit
-            # has paths of its own.
-            with import_paths(folders), noted_job(config, notes):
-                return _run_trial(config, stage)
         try:
+            if is_job_of_sweep():
+                # The process of a launcher such as submitit has paths of its own.
+                with import_paths(folders), noted_job(config, notes):
+                    return _run_trial(config, stage)
             _run_once(config, stage)
         except Exception as error:
+            # Any other sweeper or launcher has to know.
+            if is_job_of_sweep() and not runs_in_turn():
+                raise
             failures.append(error)
         return None
 

@@ -374,8 +374,8 @@ def test_a_sweep_has_a_folder_for_each_job(project, equipoise):
 def test_a_sweep_shows_what_failed_beside_what_ran(project, equipoise):
     code, out, err = equipoise("fit", "trainer.limit_train_batches=1,-2", "--multirun", "seed=0")
     assert code == 2
-    assert "limit_train_batches" in err
-    assert "trainer.limit_train_batches=-2" in err
+    assert "Error executing job" not in err
+    assert err.splitlines()[-1] == "In job 1: trainer.limit_train_batches=-2 seed=0."
     assert len(list(project.glob("multirun/*/*/0/checkpoints/*"))) == 1
     assert "Sweep: 1 done, 1 failed" in out
     assert "Job 1: ConfigurationError: " in out

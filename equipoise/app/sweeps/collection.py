@@ -13,13 +13,13 @@ import cloudpickle
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from equipoise.app.sweeps.objective import objectives_of
+from equipoise.app.sweeps.objective import objectives_of, reads_values
 from equipoise.app.sweeps.progress import reporting_to
 from equipoise.app.sweeps.results import JobResult, SweepResults
 from equipoise.app.sweeps.tables import print_closing_table
 from equipoise.parallel.payload.object_bytes import pickle_error
 
-__all__ = ["collected_results", "current_results", "noted_job", "results_of_other_launchers"]
+__all__ = ["collected_results", "current_results", "noted_job", "results_of_other_launchers", "runs_in_turn"]
 
 # Where the plugin is that follows its jobs.
 _OURS = "hydra_plugins.equipoise_launcher."
@@ -92,6 +92,7 @@ def noted_job(config: DictConfig, notes: str) -> Iterator[None]:
     except Exception as error:
         can_be_sent = pickle_error(error) is not None
         job.fail(error if can_be_sent else RuntimeError(str(error)))
+        error.add_note(f"In job {job.number}: {' '.join(overrides)}.")
         raise
     except BaseException:
         job.interrupt()
@@ -99,3 +100,9 @@ def noted_job(config: DictConfig, notes: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             Path(notes, str(job.number)).write_bytes(cloudpickle.dumps((job, sweep_folder)))
+
+
+def runs_in_turn() -> bool:
+    """Return True if the jobs of this sweep run in this process, one after the other, whatever the others return."""
+    hydra_config = HydraConfig.get()
+    return hydra_config.runtime.choices["hydra/launcher"] == "basic" and not reads_values(hydra_config.sweeper)
