@@ -5,8 +5,10 @@ key "equipoise".
 """
 
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
+from traceback import walk_stack
 from typing import Any
 
 import lightning.pytorch
@@ -218,12 +220,12 @@ def _exact_position(parts: TrainerParts, module: LightningModule, path: str | No
         entry["left"] = fit.left
 
     # The callback that writes this file continues after the write.
-    writer = _writer(state, path)
     hook = vars(module)[CURRENT_HOOK]
+    writer = _writer(state, path, hook)
     entry["checkpoint_callbacks"] = saving_states(state.callbacks, writer, path, parts.global_step, hook)
     entry["written_in"] = None
     if writer is not None:
-        entry["written_in"] = [hook, writer.state_key]
+        entry["written_in"] = [hook, state_key_of(writer)]
 
     # Rows of log files, written by the main process, and the position of each process.
     entry["rows"] = []
@@ -238,14 +240,16 @@ def _exact_position(parts: TrainerParts, module: LightningModule, path: str | No
     return entry
 
 
-def _writer(state: RunState, path: str | None) -> ModelCheckpoint | None:
-    """Return the callback that writes a file; it notes the path in its state before."""
+def _writer(state: RunState, path: str | None, hook: str | None) -> Callback | None:
+    """Return the callback that writes a file: it has noted the path in its state, or its hook is running."""
     for callback in state.callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
         if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
             return callback
-    return None
+    running = [frame.f_locals for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == hook]
+    callers = [names.get("self") for names in running]
+    return next((each for each in state.callbacks if any(each is caller for caller in callers)), None)
 
 
 def _dump_hyperparameters(

@@ -297,7 +297,7 @@ _SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_unt
 
 def saving_states(
     callbacks: Iterable[Callback],
-    writer: ModelCheckpoint | None,
+    writer: Callback | None,
     path: str | None,
     step: int,
     hook: str | None = None,

@@ -147,8 +147,7 @@ class Hooks:
         """Bind the hook of the callbacks and the module; None if it is not overridden."""
         hooks = self._of_callbacks(name, self.callbacks)
         module = self._of_module(name)
-        has_checkpoints = any(is_a(callback, Checkpoint) for callback in self.callbacks)
-        if name == "on_train_batch_end" and module is not None and has_checkpoints:
+        if name == "on_train_batch_end" and hooks and module is not None:
             hooks = [self._keep_arguments, *hooks, self._forget_arguments]
         return self._fire(name, hooks, module)
 
@@ -174,19 +173,14 @@ class Hooks:
             chosen = [callback for callback in chosen if monitoring == is_a(callback, EarlyStopping, Checkpoint)]
         return self._fire(name, self._of_callbacks(name, chosen), None)
 
-    def bind_checkpoints_after(self, name: str, state_key: str) -> Hook | None:
-        """Bind the hook of the checkpoint callbacks after one of them, the last whose hook was complete.
+    def bind_of(self, name: str, callbacks: Iterable[LightningCallback]) -> Hook | None:
+        """Bind the hook of some callbacks alone.
 
         Args:
             name: The hook's name.
-            state_key: The `state_key` of that callback.
+            callbacks: The callbacks.
         """
-        keys = [state_key_of(callback) for callback in self.callbacks]
-        if state_key not in keys:
-            return None
-        later = self.callbacks[keys.index(state_key) + 1 :]
-        checkpoints = [callback for callback in later if isinstance(callback, Checkpoint)]
-        return self._fire(name, self._of_callbacks(name, checkpoints), None)
+        return self._fire(name, self._of_callbacks(name, callbacks), None)
 
     def bind_deciders(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks that act together with those of other processes.

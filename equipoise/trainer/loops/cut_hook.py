@@ -2,22 +2,26 @@
 
 from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
+from equipoise.interop.lightning.classes import is_a
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
-from equipoise.trainer.hooks.hooks import Hooks
+from equipoise.trainer.hooks.hooks import Hooks, state_key_of
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["CutHook", "WrittenIn"]
 
+_LIBRARIES = ("equipoise.", "lightning.", "pytorch_lightning.")
+
 
 class WrittenIn(NamedTuple):
-    """The hook in which a checkpoint callback wrote a file.
+    """The hook in which a callback wrote a file.
 
     Attributes:
         hook: The name of the hook.
@@ -31,7 +35,7 @@ class WrittenIn(NamedTuple):
 
 
 class CutHook:
-    """Finishes the hook in which a checkpoint callback wrote the file: other callbacks and the module come after it.
+    """Finishes the hook in which a callback wrote the file: other callbacks and the module come after it.
 
     Args:
         state: The stage.
@@ -61,12 +65,13 @@ class CutHook:
         self.fit = fit
         self.written_in = written_in
 
-    def finish(self, name: str, *args: Any) -> bool:
-        """Finish the hook in which a checkpoint callback wrote the file, and call that of those after it.
+    def finish(self, name: str, *args: Any, monitoring: bool | None = None) -> bool:
+        """Finish the hook in which a callback wrote the file, and call that of those after it.
 
         Args:
             name: The hook. Nothing is called if the file was written in another.
             args: Its arguments.
+            monitoring: Whether to call only callbacks that monitor a metric, or only others. Default: None, all.
 
         Returns:
             True if the file was written in this hook.
@@ -74,22 +79,32 @@ class CutHook:
         written_in = self.written_in
         if written_in is None or written_in.hook != name:
             return False
-        call = self.hooks.bind_checkpoints_after(name, written_in.key)
+        # Callbacks of libraries that measure or show a run have seen no beginning of the hook.
+        later = [each for each in self._after(written_in.key) if _monitors(each) or _is_users(each)]
+        call = self.hooks.bind_of(name, [each for each in later if monitoring in (None, _monitors(each))])
         if call is not None:
             call(*args)
         return True
 
+    def _after(self, state_key: str) -> list[Callback]:
+        """Return the callbacks after the one with this `state_key`; none if it is missing."""
+        callbacks = self.state.callbacks
+        keys = [state_key_of(callback) for callback in callbacks]
+        return callbacks[keys.index(state_key) + 1 :] if state_key in keys else []
+
     def finish_batch(self, index: int) -> None:
-        """Run the rest of `on_train_batch_end`, if a checkpoint callback wrote the file in it.
+        """Run the rest of `on_train_batch_end`, if a callback wrote the file in it.
 
         Args:
             index: The index of the batch in the epoch.
         """
         name = "on_train_batch_end"
         call = self.hooks.bind_module(name)
-        if not self.finish(name, {}, None, index) or call is None or self.written_in is None:
+        arguments = None if self.written_in is None else self.written_in.batch_end
+        outputs, batch, _ = copied(arguments, self.strategy.root_device) if arguments else ({}, None, index)
+        # Callbacks that monitor a metric do not read the batch, which may be unknown.
+        if not self.finish(name, outputs, batch, index, monitoring=None if arguments else True) or call is None:
             return
-        arguments = self.written_in.batch_end
         if arguments is None:
             rank_zero_warn(
                 f"The resumed run does not call the module's `{name}` of batch {index}, before which its checkpoint was"
@@ -97,13 +112,26 @@ class CutHook:
                 f" of them. Count and collect in `training_step` or `on_train_epoch_end` instead of `{name}`."
             )
         elif arguments:
-            outputs, batch, batch_idx = copied(arguments, self.strategy.root_device)
             self.logs.begin_batch(batch, None, self.fit.data.open_stream.counts.of(index))
-            call(outputs, batch, batch_idx)
+            call(outputs, batch, index)
             self.logs.end_batch()
 
+    def finish_epoch(self) -> None:
+        """Run the rest of `on_train_epoch_end`, if a callback wrote the file in it."""
+        name = "on_train_epoch_end"
+        keys = [state_key_of(callback) for callback in self.state.callbacks if _monitors(callback)]
+        # Those that monitor a metric come last, after the module.
+        if self.written_in is None or self.written_in.key in keys:
+            self.finish(name, monitoring=True)
+        elif self.finish(name, monitoring=False):
+            call = self.hooks.bind_module(name)
+            if call is not None:
+                call()
+            self.logs.share_values()
+            self.hooks.call_callbacks(name, monitoring=True)
+
     def finish_validation(self) -> None:
-        """Call `on_validation_end` of the checkpoint callbacks after the one that wrote the file, and of the module."""
+        """Call `on_validation_end` of the callbacks after the one that wrote the file, and of the module."""
         state = self.state
         state.begin_validation()
         if self.finish("on_validation_end"):
@@ -120,3 +148,11 @@ class CutHook:
             hooks.call_module("on_validation_model_eval")
             call()
             modes.restore(self.module)
+
+
+def _monitors(callback: Callback) -> bool:
+    return is_a(callback, EarlyStopping, Checkpoint)
+
+
+def _is_users(callback: Callback) -> bool:
+    return not type(callback).__module__.startswith(_LIBRARIES)

@@ -497,7 +497,7 @@ class FitLoop:
             resumption.load_random_state()
             # Checkpoint callbacks read how many batches there are.
             self._load_validation_data()
-            resumption.cut_hook.finish("on_train_epoch_end")
+            resumption.cut_hook.finish_epoch()
             self._hand_on_epoch()
         self.fit.progress.epoch.current.complete()
 

@@ -42,7 +42,7 @@ class SavedPosition(NamedTuple):
     Attributes:
         position: The position that `PositionOfRun` returned; None for a checkpoint of Lightning.
         loader_states: The states of the training loaders that have one.
-        written_in: The hook in which a checkpoint callback wrote the file; None if none did, or it is called again.
+        written_in: The hook in which a callback wrote the file; None if none did, or it is called again.
         number: Number by which random generators are separated from those of rank 0; 0: the checkpoint holds those of
             this process.
     """

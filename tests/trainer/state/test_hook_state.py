@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -254,6 +253,64 @@ def test_a_hook_of_the_module_after_the_checkpoint_was_written_is_called(
     expected = fit("whole")
     for name in ("epoch=1-step=3", "epoch=1-step=4"):
         assert fit(name, tmp_path / "whole" / f"{name}.ckpt") == expected
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    class Noting(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            calls.append(["after", outputs["loss"].item(), batch[0].tolist(), batch_idx])
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            calls.append(["after", "validation"])
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            calls.append(["after", "epoch"])
+
+    class Stopping(EarlyStopping):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            calls.append(["stopping", "epoch"])
+
+    class Saving(Callback):
+        def save(self, name: str, trainer: Any) -> None:
+            path = tmp_path / "saved.ckpt"
+            if name == hook and trainer.global_step == 2 and not path.exists():
+                trainer.save_checkpoint(path)
+                calls.clear()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.save("on_train_batch_end", trainer)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.save("on_validation_end", trainer)
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.save("on_train_epoch_end", trainer)
+
+    class Module(Small):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            calls.append(["module", outputs["loss"].item(), batch[0].tolist(), batch_idx])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", 1.0)
+
+        def on_validation_end(self) -> None:
+            calls.append(["module", "validation"])
+
+        def on_train_epoch_end(self) -> None:
+            calls.append(["module", "epoch"])
+
+    for path in (None, tmp_path / "saved.ckpt"):
+        expected = calls.copy()
+        calls.clear()
+        callbacks = [Stopping("loss"), Saving(), Noting()]
+        trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks).fit(
+            Module(), loader(2), loader(1), ckpt_path=path
+        )
+    assert calls == expected
+    assert calls[0][0] == "after"
 
 
 def test_a_hook_of_the_module_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
