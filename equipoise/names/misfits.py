@@ -77,7 +77,9 @@ def refuse_attribute(owner: object, name: str) -> NoReturn:
     meant = [*meant_commands(name, present), *(key.removeprefix("trainer.") for key in _meant(name))]
     names = [*(word for word in meant if word in present), *get_close_matches(name, present, n=1)]
     nearest = [*_callbacks_among(meant), *map(repr, names)]
-    raise AttributeError(f"{message}; did you mean {nearest[0]}?" if nearest else message)
+    if nearest:
+        message += f"; did you mean {nearest[0]}?"
+    raise AttributeError(message)
 
 
 def hint_of_argument(name: str, parameters: Collection[str]) -> str:
@@ -114,8 +116,10 @@ def hint_of_argument(name: str, parameters: Collection[str]) -> str:
 
 def _meant(name: str) -> list[str]:
     """Return what a name may stand for: keys of a configuration, of which one has another name in a program."""
-    keys = [name] if name == "output_dir" else meant_keys(name)
-    return ["trainer.default_root_dir" if key == "output_dir" else key for key in keys]
+    keys = meant_keys(name)
+    if "output_dir" in (name, *keys):
+        return ["trainer.default_root_dir"]
+    return keys
 
 
 def _callbacks_among(keys: Sequence[str]) -> list[str]:
@@ -125,7 +129,9 @@ def _callbacks_among(keys: Sequence[str]) -> list[str]:
 
 
 def _are_devices(value: Any) -> bool:
-    items = value if isinstance(value, list | tuple) else [value]
+    items = [value]
+    if isinstance(value, list | tuple):
+        items = list(value)
     return bool(items) and all(str(item).partition(":")[0] in _KINDS_OF_DEVICES for item in items)
 
 
