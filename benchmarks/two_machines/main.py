@@ -1,0 +1,208 @@
+"""Training on two machines with a network between them, and what happens when it, or a machine, fails.
+
+python benchmarks/two_machines/main.py speed      steps a second by hand and through the trainer
+python benchmarks/two_machines/main.py same       results beside those of one device
+python benchmarks/two_machines/main.py faults     a link that breaks, a machine that dies
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from network import ADDRESSES, INTERFACE, Network, measured, network
+from rich.console import Console
+from rich.table import Table
+
+PROGRAM = str(Path(__file__).with_name("programs.py"))
+STRATEGIES = ("ddp", "fsdp", "pipeline")
+WAYS = ("alone", "exchange", "by hand", "trainer")
+LIMIT = 420.0  # seconds of a job
+AT_STEP = 12  # of 40, at which something happens
+OFF = 10.0  # seconds for which a machine that died is off
+
+console = Console(width=160)
+
+
+class Job:
+    """A program under torchrun on both machines, with files in a folder that both see.
+
+    Args:
+        both: The machines.
+        task: What the program does.
+        folder: The folder.
+        restarts: How often torchrun starts the processes again.
+    """
+
+    def __init__(self, both: Network, task: str, folder: Path, restarts: int = 0) -> None:
+        self.both, self.task, self.folder, self.restarts = both, task, folder, restarts
+        folder.mkdir()
+        self.agents = [self.start(machine) for machine in range(2)]
+
+    def start(self, machine: int) -> "subprocess.Popen[bytes]":
+        """Starts torchrun on a machine, in a working folder of its own."""
+        place = self.folder / f"machine{machine}"
+        place.mkdir(exist_ok=True)
+        # The name of the machine leads to no address in its namespace, so torchrun is told which machine is the first.
+        options = [
+            *("--nnodes=2", "--nproc-per-node=1", f"--max-restarts={self.restarts}", "--rdzv-backend=c10d"),
+            *(f"--rdzv-endpoint={ADDRESSES[0]}:29500", f"--local-addr={ADDRESSES[machine]}"),
+            f"--rdzv-conf=is_host={int(machine == 0)},keep_alive_interval=2",
+        ]
+        program = [sys.executable, "-m", "torch.distributed.run", *options, PROGRAM, self.task, str(self.folder)]
+        with (place / "output.txt").open("ab") as output:
+            return subprocess.Popen(
+                self.both.command(machine, program),
+                stdout=output,
+                stderr=output,
+                cwd=place,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"},
+            )
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until a step has begun."""
+        notes = self.folder / "steps.txt"
+        end = time.monotonic() + LIMIT
+        while not notes.exists() or len(notes.read_text().splitlines()) < step:
+            if time.monotonic() > end or any(agent.poll() for agent in self.agents):
+                raise RuntimeError(f"{self.task} did not come to step {step}: {self.folder}")
+            time.sleep(0.05)
+
+    def end(self) -> list[float | None]:
+        """Waits for both machines, and returns after how many seconds each failed; None: it ended in order."""
+        begin, failed = time.monotonic(), [None, None]
+        running = {0, 1}
+        while running and time.monotonic() < begin + LIMIT:
+            for machine in list(running):
+                code = self.agents[machine].poll()
+                if code is not None:
+                    running.discard(machine)
+                    failed[machine] = time.monotonic() - begin if code else None
+            time.sleep(0.05)
+        if running:
+            raise RuntimeError(f"{self.task} has not ended after {LIMIT:.0f} s: {self.folder}")
+        return failed
+
+    def result(self) -> Any:
+        """Returns what the first machine wrote; None if it wrote nothing."""
+        path = self.folder / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def longest_step(self) -> float:
+        """Returns the longest time between two steps."""
+        times = [float(line) for line in (self.folder / "steps.txt").read_text().splitlines()]
+        return max(later - earlier for earlier, later in pairwise(times))
+
+
+# Questions
+
+
+def speed(both: Network, root: Path) -> None:
+    """Prints steps a second and what of the exchange is hidden behind the computation."""
+    job = Job(both, "speed", root / "speed")
+    job.end()
+    turns: dict[tuple[str, str], list[list[float]]] = {}
+    for strategy, way, *values in job.result():
+        turns.setdefault((strategy, way), []).append(values)
+    table = Table(
+        "strategy", "alone, ms", "exchange, ms", "by hand, ms", "trainer, ms", "by hand / trainer", "MB", "hidden"
+    )
+    for strategy in STRATEGIES:
+        times = [median(seconds for seconds, _ in turns[strategy, way]) for way in WAYS]
+        alone, exchange, *both_ways = times
+        pairs = zip(turns[strategy, "by hand"], turns[strategy, "trainer"], strict=True)
+        ratio = median(one[0] / other[0] for one, other in pairs)
+        sent = median(size for _, size in turns[strategy, "trainer"]) / 1e6
+        hidden = " / ".join(f"{(alone + exchange - whole) / exchange:.0%}" for whole in both_ways)
+        table.add_row(strategy, *(f"{seconds * 1e3:.0f}" for seconds in times), f"{ratio:.3f}", f"{sent:.1f}", hidden)
+    console.print(table)
+
+
+def same(both: Network, root: Path) -> None:
+    """Prints how far weights are from those of one device."""
+    job = Job(both, "same", root / "same")
+    job.end()
+    for strategy, difference in job.result().items():
+        console.print(f"{strategy}: largest difference of a weight from one device: {difference:.1e}")
+
+
+def faults(both: Network, root: Path, strategies: list[str]) -> None:
+    """Prints how fits end that something disturbs."""
+    table = Table("strategy", "fault", "longest step, s", "ended after, s", "difference", title="Faults")
+    for strategy in strategies:
+        expected = None
+        for name, disturb in FAULTS.items():
+            job = Job(both, strategy, root / f"{strategy}-{name.replace(' ', '-')}", restarts=3 * (disturb is dies))
+            job.wait_for_step(AT_STEP)
+            disturb(job)
+            failed = job.end()
+            both.pull(out=False)
+            result = job.result()
+            expected = result if expected is None else expected
+            difference = f"{abs(result['sum'] - expected['sum']):.1e}" if result else "-"
+            seconds = ", ".join("in order" if after is None else f"{after:.0f}" for after in failed)
+            table.add_row(strategy, name, f"{job.longest_step():.1f}", seconds, difference)
+            console.print(strategy, name, f"{job.longest_step():.1f}", seconds, difference)
+    console.print(table)
+
+
+def breaks(seconds: float | None) -> Callable[[Job], None]:
+    """A link that is out for some time; None: for good."""
+
+    def disturb(job: Job) -> None:
+        job.both.pull(out=True)
+        if seconds is not None:
+            time.sleep(seconds)
+            job.both.pull(out=False)
+
+    return disturb
+
+
+def dies(job: Job) -> None:
+    """The second machine loses its power, comes back, and torchrun is started on it again."""
+    job.both.pull(out=True)
+    job.both.kill(1)
+    job.agents[1].wait()
+    time.sleep(OFF)
+    job.both.pull(out=False)
+    job.agents[1] = job.start(1)
+
+
+FAULTS: dict[str, Callable[[Job], None]] = {
+    "none": lambda job: None,
+    "link out 5 s": breaks(5.0),
+    "link out 60 s": breaks(60.0),
+    "link out for good": breaks(None),
+    "machine dies": dies,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=["speed", "same", "faults"])
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="of the faults")
+    parser.add_argument("--folder", type=Path, help="keep outputs and checkpoints there")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory(prefix="two-machines-") as temporary, network() as both:
+        root = options.folder or Path(temporary)
+        root.mkdir(exist_ok=True)
+        seconds, rate, share = measured(both)
+        console.print(f"{seconds * 1e3:.2f} ms, {rate * 8e-9:.2f} Gbit/s, the relay at {share:.0%} of a processor")
+        if options.question == "faults":
+            faults(both, root, options.strategies)
+        else:
+            {"speed": speed, "same": same}[options.question](both, root)
+
+
+if __name__ == "__main__":
+    main()
