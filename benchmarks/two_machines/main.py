@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 PROGRAM = str(Path(__file__).with_name("programs.py"))
-STRATEGIES = ("ddp", "fsdp", "pipeline")
+STRATEGIES = ("ddp", "ddp-2MiB", "fsdp", "pipeline")
 WAYS = ("alone", "exchange", "by hand", "trainer")
 LIMIT = 420.0  # seconds of a job
 AT_STEP = 12  # of 40, at which something happens
@@ -39,12 +39,14 @@ class Job:
     Args:
         both: The machines.
         task: What the program does.
+        strategies: The strategies with which it does so.
         folder: The folder.
         restarts: How often torchrun starts the processes again.
     """
 
-    def __init__(self, both: Network, task: str, folder: Path, restarts: int = 0) -> None:
-        self.both, self.task, self.folder, self.restarts = both, task, folder, restarts
+    def __init__(self, both: Network, task: str, strategies: list[str], folder: Path, restarts: int = 0) -> None:
+        self.both, self.folder, self.restarts = both, folder, restarts
+        self.arguments = [task, str(folder), *strategies]
         folder.mkdir()
         self.agents = [self.start(machine) for machine in range(2)]
 
@@ -56,9 +58,9 @@ class Job:
         options = [
             *("--nnodes=2", "--nproc-per-node=1", f"--max-restarts={self.restarts}", "--rdzv-backend=c10d"),
             *(f"--rdzv-endpoint={ADDRESSES[0]}:29500", f"--local-addr={ADDRESSES[machine]}"),
-            f"--rdzv-conf=is_host={int(machine == 0)},keep_alive_interval=2",
+            f"--rdzv-conf=is_host={int(machine == 0)},keep_alive_interval=2,read_timeout=150",
         ]
-        program = [sys.executable, "-m", "torch.distributed.run", *options, PROGRAM, self.task, str(self.folder)]
+        program = [sys.executable, "-m", "torch.distributed.run", *options, PROGRAM, *self.arguments]
         with (place / "output.txt").open("ab") as output:
             return subprocess.Popen(
                 self.both.command(machine, program),
@@ -74,7 +76,7 @@ class Job:
         end = time.monotonic() + LIMIT
         while not notes.exists() or len(notes.read_text().splitlines()) < step:
             if time.monotonic() > end or any(agent.poll() for agent in self.agents):
-                raise RuntimeError(f"{self.task} did not come to step {step}: {self.folder}")
+                raise RuntimeError(f"no step {step}: {self.folder}")
             time.sleep(0.05)
 
     def end(self) -> list[float | None]:
@@ -89,7 +91,7 @@ class Job:
                     failed[machine] = time.monotonic() - begin if code else None
             time.sleep(0.05)
         if running:
-            raise RuntimeError(f"{self.task} has not ended after {LIMIT:.0f} s: {self.folder}")
+            raise RuntimeError(f"not ended after {LIMIT:.0f} s: {self.folder}")
         return failed
 
     def result(self) -> Any:
@@ -106,52 +108,52 @@ class Job:
 # Questions
 
 
-def speed(both: Network, root: Path) -> None:
-    """Prints steps a second and what of the exchange is hidden behind the computation."""
-    job = Job(both, "speed", root / "speed")
+def speed(both: Network, strategies: list[str], root: Path) -> None:
+    """Prints the time of a step, and what of the exchange is hidden behind the computation."""
+    job = Job(both, "speed", strategies, root / "speed")
     job.end()
     turns: dict[tuple[str, str], list[list[float]]] = {}
     for strategy, way, *values in job.result():
         turns.setdefault((strategy, way), []).append(values)
-    table = Table(
-        "strategy", "alone, ms", "exchange, ms", "by hand, ms", "trainer, ms", "by hand / trainer", "MB", "hidden"
-    )
-    for strategy in STRATEGIES:
+    table = Table("strategy", *(f"{way}, ms" for way in WAYS), "by hand / trainer", "MB", "hidden")
+    for strategy in strategies:
         times = [median(seconds for seconds, _ in turns[strategy, way]) for way in WAYS]
         alone, exchange, *both_ways = times
         pairs = zip(turns[strategy, "by hand"], turns[strategy, "trainer"], strict=True)
         ratio = median(one[0] / other[0] for one, other in pairs)
         sent = median(size for _, size in turns[strategy, "trainer"]) / 1e6
-        hidden = " / ".join(f"{(alone + exchange - whole) / exchange:.0%}" for whole in both_ways)
+        hidden = " / ".join(f"{max(alone + exchange - whole, 0) / exchange:.0%}" for whole in both_ways)
+        hidden = "-" if strategy == "pipeline" else hidden
         table.add_row(strategy, *(f"{seconds * 1e3:.0f}" for seconds in times), f"{ratio:.3f}", f"{sent:.1f}", hidden)
     console.print(table)
 
 
-def same(both: Network, root: Path) -> None:
+def same(both: Network, strategies: list[str], root: Path) -> None:
     """Prints how far weights are from those of one device."""
-    job = Job(both, "same", root / "same")
+    job = Job(both, "same", strategies, root / "same")
     job.end()
     for strategy, difference in job.result().items():
         console.print(f"{strategy}: largest difference of a weight from one device: {difference:.1e}")
 
 
-def faults(both: Network, root: Path, strategies: list[str]) -> None:
+def faults(both: Network, strategies: list[str], root: Path) -> None:
     """Prints how fits end that something disturbs."""
-    table = Table("strategy", "fault", "longest step, s", "ended after, s", "difference", title="Faults")
+    table = Table("strategy", "fault", "longest step, s", "ended after, s", "difference")
     for strategy in strategies:
-        expected = None
+        expected: list[float] = []
         for name, disturb in FAULTS.items():
-            job = Job(both, strategy, root / f"{strategy}-{name.replace(' ', '-')}", restarts=3 * (disturb is dies))
+            folder = root / f"{strategy}-{name.replace(' ', '-')}"
+            job = Job(both, "disturbed", [strategy], folder, restarts=3 if disturb is dies else 0)
             job.wait_for_step(AT_STEP)
             disturb(job)
-            failed = job.end()
+            ends = ["in order" if after is None else f"{after:.0f}" for after in job.end()]
             both.pull(out=False)
             result = job.result()
-            expected = result if expected is None else expected
-            difference = f"{abs(result['sum'] - expected['sum']):.1e}" if result else "-"
-            seconds = ", ".join("in order" if after is None else f"{after:.0f}" for after in failed)
-            table.add_row(strategy, name, f"{job.longest_step():.1f}", seconds, difference)
-            console.print(strategy, name, f"{job.longest_step():.1f}", seconds, difference)
+            expected = expected or result
+            difference = "-"
+            if result:
+                difference = f"{max(abs(one - other) for one, other in zip(result, expected, strict=True)):.1e}"
+            table.add_row(strategy, name, f"{job.longest_step():.1f}", ", ".join(ends), difference)
     console.print(table)
 
 
@@ -186,10 +188,13 @@ FAULTS: dict[str, Callable[[Job], None]] = {
 }
 
 
+QUESTIONS = {"speed": speed, "same": same, "faults": faults}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=["speed", "same", "faults"])
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="of the faults")
+    parser.add_argument("question", choices=list(QUESTIONS))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--folder", type=Path, help="keep outputs and checkpoints there")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -198,10 +203,7 @@ def main() -> None:
         root.mkdir(exist_ok=True)
         seconds, rate, share = measured(both)
         console.print(f"{seconds * 1e3:.2f} ms, {rate * 8e-9:.2f} Gbit/s, the relay at {share:.0%} of a processor")
-        if options.question == "faults":
-            faults(both, root, options.strategies)
-        else:
-            {"speed": speed, "same": same}[options.question](both, root)
+        QUESTIONS[options.question](both, options.strategies, root)
 
 
 if __name__ == "__main__":

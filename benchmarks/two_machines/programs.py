@@ -1,6 +1,6 @@
 """What each machine runs under torchrun: a timed loop by hand or through the trainer, and a fit that faults disturb.
 
-torchrun ... programs.py TASK FOLDER      speed, same, or the strategy of a disturbed fit; writes FOLDER/result.json
+torchrun ... programs.py TASK FOLDER STRATEGIES      the first machine writes FOLDER/result.json
 """
 
 import json
@@ -9,9 +9,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import DDPStrategy, FSDPStrategy, PipelineStrategy, Trainer
 
 RANK = int(os.environ["RANK"])
-WIDTH, BLOCKS, BATCH, MICRO_BATCHES = 256, 8, 256, 8
-WARM_UP, TIMED, ROUNDS, COMPARED = 3, 12, 3, 5
+WIDTH, BLOCKS, BATCH, FEW, MICRO_BATCHES = 256, 8, 256, 32, 8
+WARM_UP, TIMED, ROUNDS, COMPARED, DISTURBED = 3, 12, 3, 5, 40
+STEPS = WARM_UP + TIMED + 1
 SECONDS = 150.0  # for which processes wait for one another
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
 
@@ -84,53 +85,54 @@ class Clock:
 # By hand
 
 
-def loop(module: nn.Module, batches: Iterator[Any], step: Callable[[Any], None], clock: Clock) -> None:
+def loop(module: nn.Module, dataset: TensorDataset, samples: int, step: Callable[[Any], None], clock: Clock) -> None:
     optimizer = optimizer_of(module)
-    for batch in batches:
+    for batch in DataLoader(dataset, batch_size=samples):
         clock.tick()
         optimizer.zero_grad()
         step(batch)
         optimizer.step()
 
 
-def by_hand(strategy: str, clock: Clock) -> None:
-    """Trains by the loop of torch's tutorials."""
-    batches = iter(DataLoader(data(WARM_UP + TIMED + 1, BATCH), batch_size=BATCH))
-    if strategy == "pipeline":
-        _pipeline_by_hand(clock)
-        return
+def by_hand(strategy: str, clock: Clock, *, is_alone: bool) -> None:
+    """Trains by the loop of torch's tutorials; alone, on one device, which for a pipeline has all samples."""
+    samples = 2 * BATCH if strategy == "pipeline" else BATCH
     module: Any = network()
-    if strategy == "ddp":
-        module = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    if strategy == "fsdp":
-        for block in module:
-            fully_shard(block)
-        fully_shard(module)
-    loop(module, batches, lambda batch: loss_of(module(batch[0]), batch[1]).backward(), clock)
-
-
-def _pipeline_by_hand(clock: Clock) -> None:
-    half = BLOCKS // 2
-    module = network()[RANK * half : (RANK + 1) * half]
-    stage = PipelineStage(module, RANK, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
 
     def step(batch: Any) -> None:
-        if RANK == 0:
-            schedule.step(batch[0])
-        else:
-            schedule.step(target=batch[1])
+        loss_of(module(batch[0]), batch[1]).backward()
 
-    loop(module, iter(DataLoader(data(WARM_UP + TIMED + 1, 2 * BATCH), batch_size=2 * BATCH)), step, clock)
+    if is_alone:
+        pass
+    elif strategy == "fsdp":
+        for unit in (*module, module):
+            fully_shard(unit)
+    elif strategy == "pipeline":
+        half = BLOCKS // 2
+        module = module[RANK * half : (RANK + 1) * half]
+        schedule = Schedule1F1B(PipelineStage(module, RANK, 2, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss_of)
+        loop(module, data(STEPS, samples), samples, lambda batch: _step(schedule, batch), clock)
+        return
+    else:
+        size = 2 if strategy == "ddp-2MiB" else 25
+        module = DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True)
+    loop(module, data(STEPS, samples), samples, step, clock)
+
+
+def _step(schedule: Schedule1F1B, batch: Any) -> None:
+    if RANK == 0:
+        schedule.step(batch[0])
+    else:
+        schedule.step(target=batch[1])
 
 
 def exchange(strategy: str, clock: Clock) -> None:
     """Exchanges what a step does, and computes nothing."""
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in network()]
     whole, half = torch.zeros(sum(sizes)), torch.zeros(sum(sizes) // 2)
-    for _ in range(WARM_UP + TIMED + 1):
+    for _ in range(STEPS):
         clock.tick()
-        if strategy == "ddp":
+        if strategy.startswith("ddp"):
             dist.all_reduce(whole)
         for size in sizes if strategy == "fsdp" else ():
             for _ in ("forward", "backward"):
@@ -171,13 +173,14 @@ class Module(LightningModule):
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: DDPStrategy(timeout=SECONDS),
+    "ddp-2MiB": lambda: DDPStrategy(bucket_megabytes=2, timeout=SECONDS),
     "fsdp": lambda: FSDPStrategy(timeout=SECONDS),
     "pipeline": lambda: PipelineStrategy(engine="processes", micro_batches=MICRO_BATCHES, timeout=SECONDS),
 }
 
 
-def fit(strategy: str, module: Module, dataset: TensorDataset, **options: Any) -> Trainer:
-    """Trains for an epoch; a pipeline has the samples of both machines in a batch."""
+def fit(strategy: str, module: Module, dataset: TensorDataset, samples: int = BATCH, **options: Any) -> Trainer:
+    """Trains for an epoch, with as many samples of a step for each machine; a pipeline has both shares in a batch."""
     path = options.pop("ckpt_path", None)
     trainer = Trainer(
         strategy=STRATEGIES[strategy](),
@@ -187,7 +190,7 @@ def fit(strategy: str, module: Module, dataset: TensorDataset, **options: Any) -
         enable_model_summary=False,
         **options,
     )
-    batch_size = 2 * BATCH if strategy == "pipeline" else BATCH
+    batch_size = 2 * samples if strategy == "pipeline" else samples
     trainer.fit(module, DataLoader(dataset, batch_size=batch_size), ckpt_path=path)
     return trainer
 
@@ -195,47 +198,33 @@ def fit(strategy: str, module: Module, dataset: TensorDataset, **options: Any) -
 # Tasks
 
 
-def speed(folder: Path) -> Any:
-    """Times steps by hand and through the trainer, and on each machine for itself; a line for each turn."""
+def speed(strategies: list[str], folder: Path) -> Any:
+    """Times each strategy by hand and through the trainer, and its computation and its exchange alone."""
     # Other programs of this machine must not take the processors of the two.
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     turns = []
-    for _ in range(ROUNDS):
-        for strategy in STRATEGIES:
-            for way in ("alone", "exchange", "by hand", "trainer"):
-                clock = Clock()
-                with in_group():
-                    dist.barrier()
-                    if way == "alone":
-                        by_hand(way, clock)
-                    if way == "exchange":
-                        exchange(strategy, clock)
-                    if way == "by hand":
-                        by_hand(strategy, clock)
-                if way == "trainer":
-                    fit(strategy, Module(clock), data(WARM_UP + TIMED + 1, 2 * BATCH), enable_checkpointing=False)
-                turns.append([strategy, way, clock.seconds, clock.sent])
-                print(*turns[-1], flush=True)
+    for strategy, way in ROUNDS * list(product(strategies, ("alone", "exchange", "by hand", "trainer"))):
+        clock = Clock()
+        dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
+        if way in ("alone", "by hand"):
+            by_hand(strategy, clock, is_alone=way == "alone")
+        if way == "exchange":
+            exchange(strategy, clock)
+        dist.barrier()
+        dist.destroy_process_group()
+        if way == "trainer":
+            fit(strategy, Module(clock), data(STEPS, 2 * BATCH), enable_checkpointing=False)
+        turns.append([strategy, way, clock.seconds, clock.sent])
     return turns
 
 
-@contextmanager
-def in_group() -> Iterator[None]:
-    """Torch's process group for a block."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def same(folder: Path) -> Any:
+def same(strategies: list[str], folder: Path) -> Any:
     """Trains in float64, and returns the largest difference from the weights of one device under each strategy."""
     dataset = data(COMPARED, 2 * BATCH, torch.float64)
     alone = network().double()
-    batches = iter(DataLoader(dataset, batch_size=2 * BATCH))
-    loop(alone, batches, lambda batch: loss_of(alone(batch[0]), batch[1]).backward(), Clock())
+    loop(alone, dataset, 2 * BATCH, lambda batch: loss_of(alone(batch[0]), batch[1]).backward(), Clock())
     differences = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         module = Module(Clock())
         fit(strategy, module, dataset, enable_checkpointing=False, precision="64-true")
         pairs = zip(alone.parameters(), module.net.parameters(), strict=True)
@@ -244,7 +233,11 @@ def same(folder: Path) -> Any:
 
 
 class Progress:
-    """Notes each step in a file that the faults wait for."""
+    """Notes each step in a file that the faults wait for.
+
+    Args:
+        path: The file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -255,30 +248,23 @@ class Progress:
                 file.write(f"{time.time()}\n")
 
 
-def disturbed(strategy: str, folder: Path) -> Any:
-    """Trains with checkpoints, from the last one if there is one."""
+def disturbed(strategies: list[str], folder: Path) -> Any:
+    """Trains with checkpoints, from the last one if there is one, and returns the weights."""
     module = Module(Progress(folder / "steps.txt"))
-    trainer = fit(
-        strategy,
-        module,
-        data(40, 2 * BATCH, torch.float64),
-        precision="64-true",
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=8, save_last=True)],
-        ckpt_path="last",
-    )
-    total = sum(float(parameter.detach().double().abs().sum()) for parameter in module.net.parameters())
-    return {"steps": trainer.global_step, "sum": total}
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=8, save_last=True)
+    options: dict[str, Any] = {"precision": "64-true", "callbacks": [checkpoints], "ckpt_path": "last"}
+    fit(strategies[0], module, data(DISTURBED, 2 * FEW, torch.float64), FEW, **options)
+    return [float(parameter.detach().double().sum()) for parameter in module.net.parameters()]
 
 
-def main(task: str, folder: Path) -> None:
+def main(task: str, folder: Path, strategies: list[str]) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    tasks = {"speed": speed, "same": same}
-    result = tasks[task](folder) if task in tasks else disturbed(task, folder)
+    result = {"speed": speed, "same": same, "disturbed": disturbed}[task](strategies, folder)
     if RANK == 0:
         (folder / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
