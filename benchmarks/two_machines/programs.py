@@ -1,4 +1,4 @@
-"""What each machine runs under torchrun: a timed loop by hand or through the trainer, and a fit that faults disturb.
+"""Programs that torchrun runs on each machine: timed loops by hand and through the trainer, and fits that are disturbed.
 
 torchrun ... programs.py TASK FOLDER STRATEGIES      the first machine writes FOLDER/result.json
 """
