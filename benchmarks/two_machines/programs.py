@@ -1,4 +1,4 @@
-"""Programs that torchrun runs on each machine: timed loops by hand and through the trainer, and fits that are disturbed.
+"""Programs that torchrun runs on each machine: loops by hand and through the trainer, and fits that are disturbed.
 
 torchrun ... programs.py TASK FOLDER STRATEGIES      the first machine writes FOLDER/result.json
 """
