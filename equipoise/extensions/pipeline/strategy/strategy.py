@@ -354,8 +354,10 @@ class PipelineStrategy(Strategy):
     def _end_backend(self, backend: ProcessBackend) -> None:
         """Take the states of other processes back, if these still answer."""
         self._steps = backend.processes.seeds.steps
-        # After a failure of another process nothing arrives any more.
-        if not backend.processes.commands.messenger.broken:
+        if backend.processes.commands.messenger.broken:
+            # Nothing arrives any more, and a module without the values of other stages cannot be moved.
+            self._module = None
+        else:
             backend.end()
 
     @property

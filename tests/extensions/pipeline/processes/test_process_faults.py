@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from equipoise import PipelineStrategy, Trainer, WorkerError
 from equipoise.parallel.workers import launch
 from tests.extensions.pipeline.processes.programs import Faulty, check_joined, nobody_is_left, script_in
-from tests.strategies.programs import torchrun
+from tests.strategies.programs import start_script, torchrun, wait_for
 from tests.support.failures import Mistake, hangs, is_killed, raises
 from tests.support.networks.layers import Task
 from tests.support.ports import unused_port
@@ -147,6 +147,38 @@ def test_torchrun_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (error,) = torchrun(monkeypatch, script_in(tmp_path), arguments, options)
     assert isinstance(error, ChildFailedError)
     assert "on purpose" in str(error)
+
+
+LOSES_A_PROCESS = """
+import sys, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+from equipoise import PipelineStrategy, Trainer
+from tests.extensions.pipeline.processes.programs import Faulty
+from tests.support.failures import is_killed
+from tests.support.quiet import QUIET
+
+strategy = PipelineStrategy(engine="processes", micro_batches=2, cut_before=["net.1"])
+options = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
+trainer = Trainer(strategy=strategy, devices=1, num_nodes=2, accelerator="cpu", **options)
+try:
+    trainer.fit(Faulty("forward", is_killed, 0, stages=2), DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2))
+except RuntimeError as error:
+    Path(sys.argv[1]).write_text("".join([str(error), *getattr(error, "__notes__", [])]))
+"""
+
+
+@pytest.mark.thorough
+def test_releasing_leaves_the_stage_of_a_lost_machine_alone(tmp_path: Path) -> None:
+    """The error is the only one: the values of that stage are in no process any more."""
+    script, message = tmp_path / "script.py", tmp_path / "message.txt"
+    script.write_text(LOSES_A_PROCESS)
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
+    main, lost = [start_script(script, [str(message)], RANK=rank, NODE_RANK=rank, **place) for rank in ("0", "1")]
+    wait_for([main])
+    lost.join()
+    assert "closed" in message.read_text() or "reset" in message.read_text()
+    assert "Releasing" not in message.read_text()
 
 
 # Signals
