@@ -28,7 +28,7 @@ STRATEGIES = ("ddp", "ddp-2MiB", "fsdp", "pipeline")
 WAYS = ("alone", "exchange", "by hand", "trainer")
 # Without the last one, torchrun waits in vain for a machine that comes back.
 VARIABLES = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-LIMIT = 420.0  # seconds of a job
+LIMIT = 900.0  # seconds of a job
 AT_STEP = 12  # of 40, at which something happens
 OFF = 10.0  # seconds for which a machine that died is off
 
