@@ -1,6 +1,7 @@
 """Two machines on this one: network namespaces, each with an address, between which a relay carries packets."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -79,6 +80,8 @@ def network() -> Iterator[Network]:
                 _connect(machine, name)
             yield both
         finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # a second one would leave something behind
             with suppress(subprocess.CalledProcessError):  # a machine that was not made
                 both.kill(0)
                 both.kill(1)
