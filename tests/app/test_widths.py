@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from equipoise.app.command_line.commands import names_of_commands
+from equipoise.app.config.keys import STAGES
+from equipoise.extensions.runs.watch.server import WatchServer
 from equipoise.tables.width import FILE_WIDTH
 
 SCREEN = 80
@@ -28,7 +30,12 @@ COMMANDS = [
     "fit --help trainer",
     "fit trainer.enable_progress_bar=true trainer.enable_model_summary=true",
     "validate ckpt_path=last",
+    "test ckpt_path=last",
+    "predict ckpt_path=last",
     "runs",
+    "watch --port=0",
+    "export first/checkpoints/epoch=1-step=4.ckpt weights.safetensors",
+    "init another",
     "curves-equal first second",
     "doctor",
     "devices",
@@ -42,6 +49,7 @@ COMMANDS = [
             "compare trainer.devices=2 --steps=2 --strategies=dp,balanced",
             "savings",
             "tune --seconds=2",
+            "verify",
         )
     ),
 ]
@@ -83,6 +91,13 @@ def _on_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
         os.close(master)
 
 
+def test_each_command_is_measured() -> None:
+    lines = [str(command if isinstance(command, str) else command.values[0]) for command in COMMANDS]
+    measured = {line.split()[0] for line in lines if "--help" not in line}
+    # That of `completion` is a program for a shell.
+    assert measured >= {*STAGES, *names_of_commands()} - {"completion"}
+
+
 @pytest.fixture
 def runs(project: Path, equipoise: Callable[..., tuple[int, str, str]]) -> None:
     """Two runs of which the first values differ, with a checkpoint each."""
@@ -103,6 +118,10 @@ def _check(text: str, width: int) -> None:
     assert "…" not in text
 
 
+def _interrupt(server: WatchServer) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize("command", COMMANDS)
@@ -110,6 +129,8 @@ def test_widths_and_words(
     equipoise: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     from equipoise.__main__ import main
+
+    monkeypatch.setattr(WatchServer, "serve_forever", _interrupt)
 
     # 1. In a pipe or a file.
     _, out, _ = equipoise(*command.split())
