@@ -5,9 +5,9 @@ key "equipoise".
 """
 
 import os
-import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
+from inspect import currentframe
 from traceback import walk_stack
 from typing import Any
 
@@ -247,7 +247,7 @@ def _writer(state: RunState, path: str | None, hook: str | None) -> Callback | N
             continue
         if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
             return callback
-    running = [frame.f_locals for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == hook]
+    running = [frame.f_locals for frame, _ in walk_stack(currentframe()) if frame.f_code.co_name == hook]
     callers = [names.get("self") for names in running]
     return next((each for each in state.callbacks if any(each is caller for caller in callers)), None)
 
