@@ -1,6 +1,5 @@
 """Restores the content of a checkpoint into a run: the module before it is placed, then the rest of the training."""
 
-import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -262,7 +261,7 @@ def restore_training_state(parts: TrainerParts, module: LightningModule, checkpo
     # 4. The optimisers.
     weights = checkpoint.get("state_dict", {})
     _restore_optimizers(state.optimizers, module, parts.strategy, checkpoint["optimizer_states"], weights)
-    _restore_schedulers(parts, checkpoint["lr_schedulers"])
+    _restore_schedulers(state, checkpoint["lr_schedulers"])
     return "Restored all states"
 
 
@@ -342,45 +341,26 @@ def _load_optimizer(strategy: Strategy, index: int, optimizer: Optimizer, state:
         ) from error
 
 
-def _restore_schedulers(parts: TrainerParts, saved_states: list[dict[str, Any]]) -> None:
-    configs: list[LRSchedulerConfig] = parts.state.lr_scheduler_configs
+def _restore_schedulers(state: RunState, saved_states: list[dict[str, Any]]) -> None:
+    configs: list[LRSchedulerConfig] = state.lr_scheduler_configs
     # A scheduler that was added or removed since then is no error, as in Lightning.
     for index, (config, saved) in enumerate(zip(configs, saved_states, strict=False)):
         entry = f"lr_schedulers[{index}]"
         with loading(entry, config.scheduler):
             check_like(config.scheduler.state_dict(), saved, entry)
-            _check_length(config.scheduler, saved, _least_steps_left(parts, config))
+            _check_length(config.scheduler, saved)
             config.scheduler.load_state_dict(saved)
 
 
-def _check_length(scheduler: Any, state: dict[str, Any], steps_left: int) -> None:
+def _check_length(scheduler: Any, state: dict[str, Any]) -> None:
     """Check that a scheduler for a number of steps, such as OneCycleLR, can continue to the end of this run."""
     planned = getattr(scheduler, "total_steps", None)
     saved = state.get("total_steps")
     if not isinstance(planned, int) or not isinstance(saved, int):
         return
-    # Epochs may have other numbers of steps by now.
-    planned = max(planned, state.get("last_epoch", 0) + steps_left)
     if saved < planned:
         raise ConfigurationError(
             f"The checkpoint's {type(scheduler).__name__} was made for {saved} steps, but this run makes {planned}: its"
             " schedule ends before. Train as long as was planned then, choose a scheduler that has no end, or begin a"
             " new run from the weights, with `load_from_checkpoint` and without ckpt_path."
         )
-
-
-def _least_steps_left(parts: TrainerParts, config: LRSchedulerConfig) -> int:
-    """Return how many steps of a scheduler this run makes at least; 0 if that is unknown before the data are loaded."""
-    state = parts.state
-    fit = parts.fit_loop.fit
-    resumption = parts.fit_loop.resumption
-    is_known = fit.data.loaders is not None and not math.isinf(fit.data.max_batches)
-    if not is_known or config.interval != "step" or resumption is None or (state.max_epochs or -1) < 0:
-        return 0
-    batches = (state.max_epochs - fit.progress.epoch.current.processed) * fit.data.max_batches
-    if resumption.in_epoch:
-        batches -= fit.progress.batch.current.ready
-    steps = int(batches // state.accumulate_grad_batches)
-    if state.max_steps != -1:
-        steps = min(steps, state.max_steps - parts.global_step)
-    return max(steps, 0) // config.frequency

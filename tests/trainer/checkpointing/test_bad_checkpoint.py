@@ -352,12 +352,7 @@ def test_shapes_are_compared_wherever_torch_defines_an_optimizer(module: str, mo
     check_optimizer_shapes(optimizer, state, {})
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"), [({}, 6), ({"max_epochs": 3, "limit_train_batches": 1}, 5)], ids=["longer", "shorter epochs"]
-)
-def test_a_learning_rate_schedule_that_ends_before_the_run_is_refused(
-    options: dict[str, Any], steps: int, tmp_path: Path
-) -> None:
+def test_a_learning_rate_schedule_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
     def scheduled(module: Any) -> Any:
         optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
         steps = int(module.trainer.estimated_stepping_batches)
@@ -365,5 +360,5 @@ def test_a_learning_rate_schedule_that_ends_before_the_run_is_refused(
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     path = saved_with(scheduled, tmp_path)
-    call = resume(path, with_optimizers(scheduled), **options)
-    refuses(call, f"OneCycleLR was made for 3 steps, but this run makes {steps}", "load_from_checkpoint")
+    call = resume(path, with_optimizers(scheduled))
+    refuses(call, "OneCycleLR was made for 3 steps, but this run makes 6", "load_from_checkpoint")
