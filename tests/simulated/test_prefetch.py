@@ -274,7 +274,7 @@ def streams_of(prefetch: Any, loader: Callable[[], Any] = shuffled, **options: A
     return streams
 
 
-def test_a_copy_does_not_wait_for_the_step_before() -> None:
+def test_prefetch_copies_batches_ahead_without_waiting_for_the_step_before() -> None:
     beside = streams_of(True)
     assert len(beside.writers) == 6
     assert len(set(beside.writers)) == 1

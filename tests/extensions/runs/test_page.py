@@ -38,7 +38,7 @@ def lines(section: Element) -> list[tuple[str, str, str]]:
     return [(each.attributes["data-label"], each.attributes["data-x"], each.attributes["data-y"]) for each in found]
 
 
-def test_runs_stand_side_by_side():
+def test_runs_stand_side_by_side_above_what_was_run_with_versions_and_commits():
     failed = run(2, state="failed", error="ValueError: no", curves={}, times={}, began=2.0)
     first = run(1, report=Path("runs/1/report.html"), began=1.0)
     found = sections(page(failed, first, unreadable=[Unreadable(Path("x"), "bad")]))

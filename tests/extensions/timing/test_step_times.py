@@ -235,7 +235,7 @@ def test_a_word_where_data_are_late(clock: Clock, seconds: float, word: Any) -> 
     assert times.progress_values() == {}
 
 
-def test_the_bar_shows_the_word(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_shows_data_late(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     output = io.StringIO()
     monkeypatch.setattr(rich, "get_console", lambda: Console(file=output, width=160))
     bar = equipoise.ProgressBar()

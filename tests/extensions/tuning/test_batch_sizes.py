@@ -116,7 +116,9 @@ class Bounded(Sized):
     [({}, 64), ({"mode": "binsearch", "margin": 0.0}, 100), ({"mode": "binsearch"}, 95), ({"max_val": 40}, 32)],
     ids=["power", "binsearch", "margin", "bound"],
 )
-def test_the_largest_size_that_fits(settings: dict[str, Any], expected: int, room: Any) -> None:
+def test_the_batch_size_finder_predicts_the_largest_size_that_fits(
+    settings: dict[str, Any], expected: int, room: Any
+) -> None:
     room(bytes_for(100))
     module, finder = Sized(), BatchSizeFinder(**settings)
     Trainer(**OPTIONS, callbacks=[finder]).fit(module)

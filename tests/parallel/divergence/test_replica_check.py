@@ -54,7 +54,7 @@ def fit(strategy: Any, change: Callable[[Watched], Any], devices: int = 2, **opt
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", DDP, ids=NAMES)
-def test_a_parameter_is_named_with_ranks_and_the_last_agreement(strategy: Any) -> None:
+def test_replicas_that_differ_at_the_end_of_an_epoch_are_named_by_parameter_and_ranks(strategy: Any) -> None:
     change = of_rank(1, lambda module: module.layer.bias.add_(1e-3), step=6)
     match = (
         r"^Replicas differ between processes: layer\.bias is not the same in rank 1 as in ranks 0 and 2\. All agreed"

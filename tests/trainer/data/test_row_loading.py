@@ -29,7 +29,7 @@ from equipoise.trainer.data import row_loading
 from equipoise.trainer.data.memory_rows import sample_size, take
 from equipoise.trainer.data.row_loading import open_loader
 from tests.support.equality import assert_equal
-from tests.support.trainer_runs import Validated, trainer
+from tests.support.trainer_runs import Small, Validated, trainer
 
 SIZE = 17
 
@@ -222,13 +222,30 @@ def test_datasets_whose_rows_cannot_be_taken_at_once(name: str) -> None:
     assert sample_size(OTHERS[name]()) is None
 
 
-def test_datasets_with_methods_of_the_users_own_are_read_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_with_getitems_or_a_getitem_of_the_users_own_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = dataset()
     data.__getitems__ = lambda indices: [1 for _ in indices]  # type: ignore[attr-defined]
     assert sample_size(data) is None
     assert sample_size(dataset()) is not None
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: 1)
     assert sample_size(dataset()) is None
+
+
+def test_a_dataset_with_getitems_reads_a_batch_in_one_call() -> None:
+    calls: list[list[int]] = []
+
+    class ReadTogether(Dataset[tuple[Tensor]]):
+        def __len__(self) -> int:
+            return 7
+
+        def __getitems__(self, indices: list[int]) -> list[tuple[Tensor]]:
+            calls.append(indices)
+            return [(torch.full((2,), float(index)),) for index in indices]
+
+    trainer().fit(Small(), DataLoader(ReadTogether(), batch_size=3))
+    assert calls == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_joined_datasets_need_several_samples_of_each(reads: Reads) -> None:

@@ -100,7 +100,9 @@ def test_a_strategy_of_the_users_own_is_taken() -> None:
 # Among other processes
 
 
-def test_a_plain_trainer_joins_the_processes_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_trainer_joins_the_processes_of_torchrun_and_has_their_num_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started(monkeypatch, rank=5, size=8, here=4)
     for options in ({}, {"strategy": "ddp"}, {"devices": 4}, {"num_nodes": 2}, {"devices": 4, "num_nodes": 2}):
         run = trainer(**options)

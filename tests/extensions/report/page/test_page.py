@@ -185,7 +185,7 @@ class TestPage:
 
 
 class TestFile:
-    def test_a_page_is_renamed_when_it_is_whole(self, tmp_path: Path):
+    def test_write_report_of_another_program_renames_a_page_when_it_is_whole(self, tmp_path: Path):
         path = tmp_path / "new" / "report.html"
         write_report(record(title="first"), path)
         write_report(record(title="zweiter \u00fc \ud83d"), path)

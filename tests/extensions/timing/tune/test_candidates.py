@@ -96,7 +96,7 @@ def test_the_first_of_equally_fast_candidates_is_used() -> None:
     assert best_of([base]) is None
 
 
-def test_a_trial_writes_into_its_folder_alone(tmp_path: Any) -> None:
+def test_a_trial_writes_into_its_folder_alone_with_a_seed_and_without_loggers_of_services(tmp_path: Any) -> None:
     values = {
         "trainer": {"max_epochs": 3, "default_root_dir": "elsewhere", "precision": "64-true"},
         "callbacks": {

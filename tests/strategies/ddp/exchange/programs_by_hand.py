@@ -192,7 +192,7 @@ step_of(
     penalty=penalty,
     third_order=third_order,
     with_graph=with_graph,
-    one_inner_step=one_inner_step,
+    weights_of_inner_steps_as_in_maml=one_inner_step,
     surgery=surgery,
     unused=unused,
     sharpness=sharpness,

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:`fit\(ckpt_path='last'\)`")
 @pytest.mark.quick_cases(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "accumulate"), [("torch", 1), ("native", 2)])
-def test_a_run_that_was_killed_resumes_as_an_undisturbed_one(engine: Any, accumulate: int, tmp_path: Path) -> None:
+def test_a_killed_run_started_again_continues_with_its_newest_checkpoint_as_if_undisturbed(
+    engine: Any, accumulate: int, tmp_path: Path
+) -> None:
     print("seed:", seed := random.SystemRandom().randrange(2**32))
     draw = random.Random(seed)
     rank, epoch, batch = draw.randrange(2), draw.randrange(1, EPOCHS), draw.randrange(1, STEPS - 1)
