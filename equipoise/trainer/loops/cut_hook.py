@@ -119,9 +119,9 @@ class CutHook:
     def finish_epoch(self) -> None:
         """Run the rest of `on_train_epoch_end`, if a callback wrote the file in it."""
         name = "on_train_epoch_end"
-        keys = [state_key_of(callback) for callback in self.state.callbacks if _monitors(callback)]
-        # Those that monitor a metric come last, after the module.
-        if self.written_in is None or self.written_in.key in keys:
+        early = [state_key_of(callback) for callback in self.state.callbacks if not _monitors(callback)]
+        # Those that monitor a metric come last, after the module. A writer that is gone counts as one of them.
+        if self.written_in is None or self.written_in.key not in early:
             self.finish(name, monitoring=True)
         elif self.finish(name, monitoring=False):
             call = self.hooks.bind_module(name)
