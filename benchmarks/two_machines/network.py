@@ -30,11 +30,11 @@ class Network:
         self.cable = cable
 
     def command(self, machine: int, program: list[str]) -> list[str]:
-        """Returns the command that runs a program on a machine."""
+        """Return the command that runs a program on a machine."""
         return ["ip", "netns", "exec", MACHINES[machine], *program]
 
     def pull(self, *, out: bool) -> None:
-        """Pulls the cable out, or puts it in again."""
+        """Pull the cable out, or puts it in again."""
         assert self.cable.stdin
         self.cable.stdin.write("out\n" if out else "in\n")
         self.cable.stdin.flush()
@@ -45,11 +45,11 @@ class Network:
         return float(times.user + times.system)
 
     def processes(self, machine: int) -> list[int]:
-        """Returns the processes that run on a machine."""
+        """Return the processes that run on a machine."""
         return [int(pid) for pid in _ip("netns", "pids", MACHINES[machine]).split()]
 
     def kill(self, machine: int) -> None:
-        """Ends all processes of a machine, as if it had lost its power."""
+        """End all processes of a machine, as if it had lost its power."""
         for pid in self.processes(machine):
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
@@ -145,7 +145,7 @@ print(statistics.median(times), 5e8 / (time.perf_counter() - start))
 
 
 def measured(both: Network) -> tuple[float, float, float]:
-    """Returns seconds to the other machine and back, bytes a second of a plain socket, and the relay's load by it."""
+    """Return seconds to the other machine and back, bytes a second of a plain socket, and the relay's load by it."""
     with subprocess.Popen(both.command(1, [sys.executable, "-c", _SERVE]), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
         server.stdout.readline()

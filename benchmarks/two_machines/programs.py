@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def network() -> nn.Sequential:
-    """Returns 4.2 million parameters, the same ones in each process."""
+    """Return 4.2 million parameters, the same ones in each process."""
     torch.manual_seed(0)
     return nn.Sequential(*[Block() for _ in range(BLOCKS)])
 
@@ -61,7 +61,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def data(steps: int, samples: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
-    """Returns the samples of some steps."""
+    """Return the samples of some steps."""
     drawn = torch.rand(2, steps * samples, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype)
     return TensorDataset(*drawn)
 
@@ -95,7 +95,7 @@ def loop(module: nn.Module, dataset: TensorDataset, samples: int, step: Callable
 
 
 def by_hand(strategy: str, clock: Clock, *, is_alone: bool) -> None:
-    """Trains by the loop of torch's tutorials; alone, on one device, which for a pipeline has all samples."""
+    """Train by the loop of torch's tutorials; alone, on one device, which for a pipeline has all samples."""
     samples = 2 * BATCH if strategy == "pipeline" else BATCH
     module: Any = network()
 
@@ -127,7 +127,7 @@ def _step(schedule: Schedule1F1B, batch: Any) -> None:
 
 
 def exchange(strategy: str, clock: Clock) -> None:
-    """Exchanges what a step does, and computes nothing."""
+    """Exchange what a step does, and computes nothing."""
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in network()]
     whole, half = torch.zeros(sum(sizes)), torch.zeros(sum(sizes) // 2)
     for _ in range(STEPS):
@@ -180,7 +180,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 def fit(strategy: str, module: Module, dataset: TensorDataset, samples: int = BATCH, **options: Any) -> Trainer:
-    """Trains for an epoch, with as many samples of a step for each machine; a pipeline has both shares in a batch."""
+    """Train for an epoch, with as many samples of a step for each machine; a pipeline has both shares in a batch."""
     path = options.pop("ckpt_path", None)
     trainer = Trainer(
         strategy=STRATEGIES[strategy](),
@@ -199,7 +199,7 @@ def fit(strategy: str, module: Module, dataset: TensorDataset, samples: int = BA
 
 
 def speed(strategies: list[str], folder: Path) -> Any:
-    """Times each strategy by hand and through the trainer, and its computation and its exchange alone."""
+    """Time each strategy by hand and through the trainer, and its computation and its exchange alone."""
     # Other programs of this machine must not take the processors of the two.
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     turns = []
@@ -219,7 +219,7 @@ def speed(strategies: list[str], folder: Path) -> Any:
 
 
 def same(strategies: list[str], folder: Path) -> Any:
-    """Trains in float64, and returns the largest difference from the weights of one device under each strategy."""
+    """Train in float64, and return the largest difference from the weights of one device under each strategy."""
     dataset = data(COMPARED, 2 * BATCH, torch.float64)
     alone = network().double()
     loop(alone, dataset, 2 * BATCH, lambda batch: loss_of(alone(batch[0]), batch[1]).backward(), Clock())
@@ -249,7 +249,7 @@ class Progress:
 
 
 def disturbed(strategies: list[str], folder: Path) -> Any:
-    """Trains with checkpoints, from the last one if there is one, and returns the weights."""
+    """Train with checkpoints, from the last one if there is one, and return the weights."""
     module = Module(Progress(folder / "steps.txt"))
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=8, save_last=True)
     options: dict[str, Any] = {"precision": "64-true", "callbacks": [checkpoints], "ckpt_path": "last"}

@@ -35,7 +35,7 @@ class Direction:
         self.free_at = 0.0
 
     def take(self, *, is_out: bool) -> None:
-        """Reads all packets that were sent, and says when they arrive."""
+        """Read all packets that were sent, and say when they arrive."""
         while True:
             try:
                 packet = os.read(self.source, MTU)
@@ -49,7 +49,7 @@ class Direction:
             self.waiting.append((self.free_at + DELAY, packet))
 
     def deliver(self) -> None:
-        """Writes the packets whose time has come."""
+        """Write the packets whose time has come."""
         while self.waiting and self.waiting[0][0] <= time.perf_counter():
             packet = self.waiting.popleft()[1]
             with contextlib.suppress(OSError):  # a device that is not up yet
@@ -63,7 +63,7 @@ def open_device(name: str) -> int:
 
 
 def main(names: list[str]) -> None:
-    """Relays until standard input ends."""
+    """Relay until standard input ends."""
     first, second = (open_device(name) for name in names)
     directions = {first: Direction(first, second), second: Direction(second, first)}
     print("ready", flush=True)

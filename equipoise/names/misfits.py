@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from functools import cache
+from typing import Any
 
 from equipoise.errors import ConfigurationTypeError
 from equipoise.names.synonyms import keys_named, meant_commands, meant_keys
 
-__all__ = ["hint_of_argument", "refuse_attribute", "refuse_misfits"]
+__all__ = ["attribute_meant", "hint_of_argument", "refuse_misfits"]
 
 # Names of arguments that a message lists.
 _MOST_NAMES = 15
@@ -62,24 +63,21 @@ def refuse_misfits(function: Callable[..., Any], arguments: Sequence[Any], optio
     raise ConfigurationTypeError(f"{owner}: {reason}") from None
 
 
-def refuse_attribute(owner: object, name: str) -> NoReturn:
-    """Refuse an attribute that an object does not have.
+@cache
+def attribute_meant(kind: type, name: str) -> str:
+    """Return the end of a sentence about an attribute that a class lacks: what was meant; may be empty.
+
+    It is kept, since programs ask again and again whether a name is there.
 
     Args:
-        owner: The object.
+        kind: The class.
         name: The name that it was asked for.
-
-    Raises:
-        AttributeError: Always; it names what other libraries call by that name.
     """
-    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    present = [word for word in dir(owner) if not word.startswith("_")]
+    present = [word for word in dir(kind) if not word.startswith("_")]
     meant = [*meant_commands(name, present), *(key.removeprefix("trainer.") for key in _meant(name))]
     names = [*(word for word in meant if word in present), *get_close_matches(name, present, n=1)]
     nearest = [*_callbacks_among(meant), *map(repr, names)]
-    if nearest:
-        message += f"; did you mean {nearest[0]}?"
-    raise AttributeError(message)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def hint_of_argument(name: str, parameters: Collection[str]) -> str:
@@ -129,9 +127,7 @@ def _callbacks_among(keys: Sequence[str]) -> list[str]:
 
 
 def _are_devices(value: Any) -> bool:
-    items = [value]
-    if isinstance(value, list | tuple):
-        items = list(value)
+    items = value if isinstance(value, list | tuple) else [value]
     return bool(items) and all(str(item).partition(":")[0] in _KINDS_OF_DEVICES for item in items)
 
 

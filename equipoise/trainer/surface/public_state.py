@@ -58,9 +58,10 @@ class PublicState(StateFields, LightningNames):
         def __getattr__(self, name: str) -> Any:
             """Refuse a name that there is not. Python also comes here after an error within a property."""
             if not name.startswith("_") and not hasattr(type(self), name):
-                from equipoise.names.misfits import refuse_attribute
+                from equipoise.names.misfits import attribute_meant
 
-                refuse_attribute(self, name)
+                hint = attribute_meant(type(self), name)
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
             return object.__getattribute__(self, name)
 
     connected_strategy = Reads[Strategy]("parts.strategy", "The strategy itself.")

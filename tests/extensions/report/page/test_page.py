@@ -11,8 +11,8 @@ import torch
 
 import equipoise
 from equipoise.extensions.common.timeline import Action, Span, Timeline
+from equipoise.extensions.report import render_report, write_report
 from equipoise.extensions.report.page import page as page_module
-from equipoise.extensions.report.page.page import render_report, write_report
 from equipoise.extensions.report.page.record import PipelineStep, RunEvent
 from equipoise.extensions.report.page.sections import curves_section
 from equipoise.memory.devices import DeviceInfo

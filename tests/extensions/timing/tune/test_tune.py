@@ -174,7 +174,7 @@ def test_apply_runs_what_was_found(project: Path, equipoise: Any) -> None:
 
 
 @pytest.mark.slow
-def test_each_trial_is_a_process_of_its_own(tmp_path: Path, equipoise: Any) -> None:
+def test_trials_in_processes(tmp_path: Path, equipoise: Any) -> None:
     """Nothing is replaced: trials have processes, and time passes."""
     with project_in(tmp_path, FILES, "tuned"):
         code, out, complaint = equipoise("tune", "--json", "--seconds=5", "strategy=ddp", "trainer.devices=[cpu,cpu]")
