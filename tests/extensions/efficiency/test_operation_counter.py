@@ -75,7 +75,7 @@ def weights_after(module_class: type[Net], callback: Efficiency | None) -> torch
         (CompiledPart, ""),
     ],
 )
-def test_a_counted_step_computes_the_same(module_class: type[Net], reason: str):
+def test_nested_tensors_cond_and_loops_are_not_counted_and_compute_the_same(module_class: type[Net], reason: str):
     callback = Efficiency()
     assert torch.equal(weights_after(module_class, callback), weights_after(module_class, None))
     assert callback.why_not_counted == reason

@@ -85,10 +85,14 @@ class WithoutAGradientInSomeSteps(Numbered):
 
 
 class LineSearch(Numbered):
-    """Decides by the loss, which is that of all samples."""
-
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=2, line_search_fn="strong_wolfe")
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_lbfgs_receives_the_mean_loss_of_all_processes(engine: Any) -> None:
+    assert_trains_alike(LineSearch, strategy=DDPStrategy(engine=engine))
 
 
 class Grows(Numbered):
@@ -127,7 +131,7 @@ def test_a_process_whose_training_step_returns_none_takes_part_without_a_batch()
 
 
 KINDS = [
-    *(WithoutAGradientInSomeSteps, LineSearch, Grows, TwoBackwards, ThawsInTheEpoch, ThawsInTheSecondEpoch),
+    *(WithoutAGradientInSomeSteps, Grows, TwoBackwards, ThawsInTheEpoch, ThawsInTheSecondEpoch),
     *(GradientHook, SkipsAStep),
 ]
 

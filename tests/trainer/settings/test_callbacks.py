@@ -35,7 +35,7 @@ def chosen(callbacks: Any = None, **options: Any) -> list[Any]:
     return select_callbacks(callbacks, **{**defaults, **options})
 
 
-def test_default_callbacks_and_those_in_their_place() -> None:
+def test_our_bar_and_an_uncut_summary_are_the_defaults_unless_given() -> None:
     everything = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True)
     assert kinds(chosen(**everything)) == [ProgressBar, WholeModelSummary, ModelCheckpoint]
     assert chosen() == []

@@ -12,7 +12,9 @@ from equipoise.trainer.settings.loggers import _report_missing_tensorboard, sele
 from tests.support.trainer_runs import refuses
 
 
-def test_loggers_by_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_logger_is_tensorboard_or_csv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def loggers(logger: Any, dummy: bool = False) -> list[Any]:
         return select_loggers(logger, str(tmp_path), dummy=dummy)
 

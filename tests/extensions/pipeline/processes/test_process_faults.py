@@ -1,6 +1,8 @@
 """Whatever goes wrong in a stage of its own process ends the run with one error, soon, and leaves nothing."""
 
+import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,34 @@ def test_an_error_in_a_stage_ends_the_run(place: str, stage: int, devices: int, 
     assert (f"stage {stage}, on cpu, in a process of its own" in told) == is_in_worker
     assert run.state.status == "interrupted"
     nobody_is_left()
+
+
+class NotesProcesses(Faulty):
+    """Writes which process computes a layer, and which one takes the training steps.
+
+    Args:
+        folder: The folder for both files.
+        layer: Which layer.
+    """
+
+    def __init__(self, folder: Path, layer: int) -> None:
+        super().__init__("forward", partial(note_process, folder / "layer"), layer)
+        self.folder = folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        note_process(self.folder / "main")
+        return super().training_step(batch, batch_idx)
+
+
+def note_process(file: Path) -> None:
+    file.write_text(str(os.getpid()))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_main_process_has_the_last_stage(stage: int, tmp_path: Path) -> None:
+    make_trainer().fit(NotesProcesses(tmp_path, stage), loader())
+    assert ((tmp_path / "layer").read_text() == (tmp_path / "main").read_text()) == (stage == 2)
 
 
 class Looking(nn.Module):

@@ -392,9 +392,11 @@ def test_gradients_pass_through_a_forward_outside_of_the_step(strategy):
 # Random numbers
 
 
-def test_dropout_can_be_repeated():
-    plan = {"cut_before": ["net.3"], "micro_batches": 4}
-    assert_same(*(fit(networks.dropping, **pipelined(2, **plan)) for _ in range(2)), 0.0)
+def test_dropout_draws_the_same_masks_with_the_same_cut_and_others_with_another():
+    cuts = ("net.3", "net.3", "net.1")
+    first, again, other = (fit(networks.dropping, **pipelined(2, cut_before=[cut], micro_batches=4)) for cut in cuts)
+    assert_same(first, again, 0.0)
+    assert not torch.allclose(first.module.net[1][0].weight, other.module.net[1][0].weight)
 
 
 def test_measuring_leaves_no_trace():

@@ -44,7 +44,7 @@ OF_SAMPLES = ("penalised_inputs", "clipped_samples")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("Missing", *OF_SAMPLES)])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("Missing", "Limited", *OF_SAMPLES)])
 def test_gradients_by_autograd_grad_and_other_functions_are_those_of_one_device(name: str) -> None:
     assert_as_on_one_device(name, 3 if name in IN_THREE_PROCESSES else 2)
 
@@ -53,6 +53,11 @@ def test_gradients_by_autograd_grad_and_other_functions_are_those_of_one_device(
 @pytest.mark.parametrize("name", OF_SAMPLES)
 def test_gradients_of_samples_and_those_by_torch_func_grad_are_of_their_process(name: str) -> None:
     assert_as_on_one_device(name, 2)
+
+
+@pytest.mark.thorough
+def test_lbfgs_by_hand_receives_the_mean_loss_of_all_processes() -> None:
+    assert_as_on_one_device("Limited", 3)
 
 
 @pytest.mark.thorough
