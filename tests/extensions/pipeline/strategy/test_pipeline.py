@@ -389,6 +389,18 @@ def test_gradients_pass_through_a_forward_outside_of_the_step(strategy):
     assert_equal(fit(Training).module.found, run.module.found, 1e-11)
 
 
+class NotesTheDevice(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.loss_device = (outcome := super().training_step(batch, batch_idx))["loss"].device
+        return outcome
+
+
+def test_the_loss_is_computed_on_the_last_device():
+    """Devices differ where they are simulated or GPUs."""
+    run = fit(NotesTheDevice, **pipelined(2))
+    assert run.module.loss_device == run.trainer.connected_strategy.devices[-1]
+
+
 # Random numbers
 
 
