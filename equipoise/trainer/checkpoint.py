@@ -247,9 +247,14 @@ def _writer(state: RunState, path: str | None, hook: str | None) -> Callback | N
             continue
         if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
             return callback
-    running = [frame.f_locals for frame, _ in walk_stack(currentframe()) if frame.f_code.co_name == hook]
-    callers = [names.get("self") for names in running]
-    return next((each for each in state.callbacks if any(each is caller for caller in callers)), None)
+    frames = [frame for frame, _ in walk_stack(currentframe())]
+    for callback in state.callbacks:
+        # The hook may be a method of another name.
+        code = getattr(getattr(callback, str(hook), None), "__code__", None)
+        running = [frame for frame in frames if frame.f_code is code or frame.f_code.co_name == hook]
+        if any(frame.f_locals.get("self") is callback for frame in running):
+            return callback
+    return None
 
 
 def _dump_hyperparameters(

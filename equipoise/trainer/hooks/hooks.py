@@ -30,12 +30,12 @@ from equipoise.interop.lightning.self_log import CURRENT_HOOK
 if TYPE_CHECKING:
     from equipoise.trainer.state.run_state import RunState
 
-__all__ = ["Hooks", "overrides", "state_key_of"]
+__all__ = ["LIBRARIES", "Hooks", "overrides", "state_key_of"]
 
 Hook = Callable[..., Any]
 
-# Modules whose callbacks read only the loss of a step's outputs.
-_READ_ONLY_THE_LOSS = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.")
+# Callbacks of these read only the loss of a step's outputs.
+LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "equipoise.")
 
 
 def overrides(owner: object, name: str, base: type) -> bool:
@@ -98,7 +98,7 @@ class Hooks:
         averaging: Returns a context for callbacks that copy the weights. Default: None, they need none.
 
     Attributes:
-        awaited: The arguments of `on_train_batch_end`, as long as callbacks may save before the module's own is called.
+        awaited: The arguments of `on_train_batch_end`, as long as that of the module or of a user's callback follows.
     """
 
     def __init__(
@@ -145,10 +145,14 @@ class Hooks:
 
     def bind(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks and the module; None if it is not overridden."""
-        hooks = self._of_callbacks(name, self.callbacks)
-        module = self._of_module(name)
-        if name == "on_train_batch_end" and hooks and module is not None:
-            hooks = [self._keep_arguments, *hooks, self._forget_arguments]
+        callbacks, module = self.callbacks, self._of_module(name)
+        hooks = self._of_callbacks(name, callbacks)
+        if name == "on_train_batch_end":
+            # Callbacks that come before the module, or before the last one of the user, may save.
+            users = [at for at, each in enumerate(callbacks) if not type(each).__module__.startswith(LIBRARIES)]
+            last = len(callbacks) if module is not None else max(users, default=0)
+            if before := self._of_callbacks(name, callbacks[:last]):
+                hooks = [self._keep_arguments, *before, self._forget_arguments, *hooks[len(before) :]]
         return self._fire(name, hooks, module)
 
     def _keep_arguments(self, trainer: Any, module: Any, *arguments: Any) -> None:
@@ -306,13 +310,8 @@ class Hooks:
         """
         if overrides(self.module, name, LightningModule):
             return True
-        for callback in self.callbacks:
-            if not overrides(callback, name, Callback):
-                continue
-            defined_in = str(getattr(callback, name).__module__)
-            if not defined_in.startswith(_READ_ONLY_THE_LOSS):
-                return True
-        return False
+        hooks = [getattr(callback, name) for callback in self.callbacks if overrides(callback, name, Callback)]
+        return not all(str(hook.__module__).startswith(LIBRARIES) for hook in hooks)
 
     def uses_outputs(self) -> bool:
         """Return True if a hook may read the outputs of `on_train_batch_end`, which take time to prepare."""

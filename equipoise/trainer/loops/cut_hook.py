@@ -10,14 +10,12 @@ from equipoise.notices import rank_zero_warn
 from equipoise.parallel.snapshot.plain.copies import copied
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.evaluation.evaluation_step import Modes, without_gradients
-from equipoise.trainer.hooks.hooks import Hooks, state_key_of
+from equipoise.trainer.hooks.hooks import LIBRARIES, Hooks, state_key_of
 from equipoise.trainer.logging.logs import Logs
 from equipoise.trainer.loops.fit_state import FitState
 from equipoise.trainer.state.run_state import RunState
 
 __all__ = ["CutHook", "WrittenIn"]
-
-_LIBRARIES = ("equipoise.", "lightning.", "pytorch_lightning.")
 
 
 class WrittenIn(NamedTuple):
@@ -26,7 +24,8 @@ class WrittenIn(NamedTuple):
     Attributes:
         hook: The name of the hook.
         key: The key of the callback.
-        batch_end: The arguments of the module's `on_train_batch_end`, if that follows; None if a file cannot hold them.
+        batch_end: The arguments of `on_train_batch_end`, if that of the module or of a user's callback follows; None if
+            a file cannot hold them.
     """
 
     hook: str
@@ -99,22 +98,26 @@ class CutHook:
             index: The index of the batch in the epoch.
         """
         name = "on_train_batch_end"
-        call = self.hooks.bind_module(name)
-        arguments = None if self.written_in is None else self.written_in.batch_end
-        outputs, batch, _ = copied(arguments, self.strategy.root_device) if arguments else ({}, None, index)
-        # Callbacks that monitor a metric do not read the batch, which may be unknown.
-        if not self.finish(name, outputs, batch, index, monitoring=None if arguments else True) or call is None:
+        written_in = self.written_in
+        if written_in is None or written_in.hook != name:
             return
-        if arguments is None:
-            rank_zero_warn(
-                f"The resumed run does not call the module's `{name}` of batch {index}, before which its checkpoint was"
-                " written: a file holds no batches or outputs other than tensors, numbers, texts and plain containers"
-                f" of them. Count and collect in `training_step` or `on_train_epoch_end` instead of `{name}`."
-            )
-        elif arguments:
-            self.logs.begin_batch(batch, None, self.fit.data.open_stream.counts.of(index))
+        if not written_in.batch_end:
+            # Callbacks that monitor a metric do not read the batch, which is unknown.
+            self.finish(name, {}, None, index, monitoring=True)
+            if written_in.batch_end is None:
+                rank_zero_warn(
+                    f"The resumed run does not finish `{name}` of batch {index}, in which its checkpoint was written: a"
+                    " file holds no batches or outputs other than tensors, numbers, texts and plain containers of them."
+                    f" Count and collect in `training_step` or `on_train_epoch_end` instead of `{name}`."
+                )
+            return
+        outputs, batch, _ = copied(written_in.batch_end, self.strategy.root_device)
+        self.logs.begin_batch(batch, None, self.fit.data.open_stream.counts.of(index))
+        self.finish(name, outputs, batch, index)
+        call = self.hooks.bind_module(name)
+        if call is not None:
             call(outputs, batch, index)
-            self.logs.end_batch()
+        self.logs.end_batch()
 
     def finish_epoch(self) -> None:
         """Run the rest of `on_train_epoch_end`, if a callback wrote the file in it."""
@@ -155,4 +158,4 @@ def _monitors(callback: Callback) -> bool:
 
 
 def _is_users(callback: Callback) -> bool:
-    return not type(callback).__module__.startswith(_LIBRARIES)
+    return not type(callback).__module__.startswith(LIBRARIES)

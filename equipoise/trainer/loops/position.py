@@ -167,6 +167,6 @@ def _storable_ahead(stream: BatchStream | None) -> list[Any]:
 
 
 def _storable_batch_end(awaited: tuple[Any, ...]) -> list[Any] | None:
-    """Return the arguments of the module's `on_train_batch_end`, if that follows; None if no file can hold them."""
+    """Return the arguments of `on_train_batch_end` for those that follow; None if no file can hold them."""
     arguments = list(awaited)
     return copied(arguments) if is_plain(arguments) else None

@@ -1,5 +1,6 @@
 """State that hooks have set comes back in a resumed run, what cannot is named, and data are no state."""
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -255,13 +256,42 @@ def test_a_hook_of_the_module_after_the_checkpoint_was_written_is_called(
         assert fit(name, tmp_path / "whole" / f"{name}.ckpt") == expected
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, tmp_path: Path) -> None:
+class SavesOnce(Callback):
+    """Saves in a hook of the second step, and calls a function.
+
+    Args:
+        hook: The name of the hook.
+        path: The file.
+        on_saved: The function.
+    """
+
+    def __init__(self, hook: str, path: Path, on_saved: Callable[[], None]) -> None:
+        self.path = path
+        self.on_saved = on_saved
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+            self.on_saved()
+
+
+@pytest.mark.parametrize(
+    ("hook", "of_the_module"),
+    [
+        ("on_train_batch_end", True),
+        ("on_train_batch_end", False),
+        ("on_validation_end", True),
+        ("on_train_epoch_end", True),
+    ],
+)
+def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, of_the_module: bool, tmp_path: Path) -> None:
     calls: list[Any] = []
 
     class Noting(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             calls.append(["after", outputs["loss"].item(), batch[0].tolist(), batch_idx])
+            module.log("noted", outputs["loss"], on_step=True, on_epoch=True)
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
             calls.append(["after", "validation"])
@@ -273,25 +303,11 @@ def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, tmp_path: Path)
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             calls.append(["stopping", "epoch"])
 
-    class Saving(Callback):
-        def save(self, name: str, trainer: Any) -> None:
-            path = tmp_path / "saved.ckpt"
-            if name == hook and trainer.global_step == 2 and not path.exists():
-                trainer.save_checkpoint(path)
-                calls.clear()
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.save("on_train_batch_end", trainer)
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self.save("on_validation_end", trainer)
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            self.save("on_train_epoch_end", trainer)
-
     class Module(Small):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            calls.append(["module", outputs["loss"].item(), batch[0].tolist(), batch_idx])
+        if of_the_module:
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                calls.append(["module", outputs["loss"].item(), batch[0].tolist(), batch_idx])
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("loss", 1.0)
@@ -305,15 +321,16 @@ def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, tmp_path: Path)
     for path in (None, tmp_path / "saved.ckpt"):
         expected = calls.copy()
         calls.clear()
-        callbacks = [Stopping("loss"), Saving(), Noting()]
-        trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks).fit(
-            Module(), loader(2), loader(1), ckpt_path=path
-        )
+        callbacks = [Stopping("loss"), SavesOnce(hook, tmp_path / "saved.ckpt", calls.clear), Noting()]
+        run = trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks)
+        run.fit(Module(), loader(2), loader(1), ckpt_path=path)
+        calls.append({name: value.item() for name, value in run.callback_metrics.items()})
     assert calls == expected
+    assert "noted_epoch" in calls[-1]
     assert calls[0][0] == "after"
 
 
-def test_a_hook_of_the_module_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_a_hook_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
     class Batch:
         def __init__(self, rows: Any) -> None:
             self.rows = torch.stack([features for (features,) in rows])
@@ -331,5 +348,5 @@ def test_a_hook_of_the_module_whose_batch_a_file_cannot_hold_is_named(tmp_path: 
         trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True).fit(Module(), data, ckpt_path=path)
 
     fit()
-    with pytest.warns(UserWarning, match="does not call the module's `on_train_batch_end` of batch 0"):
+    with pytest.warns(UserWarning, match="does not finish `on_train_batch_end` of batch 0"):
         fit(tmp_path / "resumed False" / "epoch=0-step=1.ckpt")
