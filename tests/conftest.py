@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import hypothesis
 import numpy
 import pytest
 import rich
 import torch
+from fsspec import AbstractFileSystem
 
 from equipoise.interop.versions import warn_of_untested_versions
 from equipoise.parallel.workers.preloading import preload
@@ -102,6 +104,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def _lacks_extension(report: Any) -> bool:
     text = str(report.longrepr)
     return not _HAS_EXTENSIONS and any(part in text for part in _MISSING)
+
+
+# Files elsewhere
+
+
+def _empty_memory() -> AbstractFileSystem:
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+    return files
+
+
+@pytest.fixture
+def memory_files() -> Iterator[AbstractFileSystem]:
+    """Return the file system in memory, empty before and after; all tests of a process share it."""
+    yield _empty_memory()
+    _empty_memory()
 
 
 # Chance

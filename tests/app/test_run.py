@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 import yaml
@@ -532,38 +531,26 @@ def test_a_pipeline_that_cannot_be(tmp_path, equipoise, monkeypatch, override, t
     assert told in out + err
 
 
-@pytest.fixture
-def elsewhere():
-    """A file system in memory, which holds nothing but the run."""
-    files = fsspec.filesystem("memory")
-    # All tests of a process share it.
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-    yield files
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-
-
 @pytest.mark.thorough
 @pytest.mark.whole_package
-def test_a_run_elsewhere(project, equipoise, elsewhere):
+def test_a_run_elsewhere(project, equipoise, memory_files):
     """All files of a run, its continuation, its evaluation and its predictions."""
     place = "output_dir=memory://run"
     assert equipoise("fit", place)[0] == 0
     names = {"config.yaml", "metrics.csv", "hparams.yaml", "report.html", "run.json", "checkpoints"}
-    assert {name.rpartition("/")[2] for name in elsewhere.ls("/run", detail=False)} == names
+    assert {name.rpartition("/")[2] for name in memory_files.ls("/run", detail=False)} == names
     assert {path.name for path in project.iterdir()} == {"conf", "tiny"}
     code, out, _ = equipoise("fit", place, "ckpt_path=last", "trainer.max_epochs=2")
     assert code == 0
     assert "memory://run/report.html" in out.replace("\n", "")
-    assert elsewhere.glob("memory://run/checkpoints/*") == ["/run/checkpoints/epoch=1-step=4.ckpt"]
-    with elsewhere.open("memory://run/metrics.csv", "r", newline="") as file:
+    assert memory_files.glob("memory://run/checkpoints/*") == ["/run/checkpoints/epoch=1-step=4.ckpt"]
+    with memory_files.open("memory://run/metrics.csv", "r", newline="") as file:
         steps = [row["step"] for row in csv.DictReader(file) if row["train_loss"]]
     assert steps == ["0", "1", "2", "3"]
-    assert yaml.safe_load(elsewhere.cat("memory://run/config.yaml"))["output_dir"] == "memory://run"
+    assert yaml.safe_load(memory_files.cat("memory://run/config.yaml"))["output_dir"] == "memory://run"
     assert "ckpt_path is null" not in equipoise("test", place, "ckpt_path=best")[2]
     assert equipoise("predict", place, "ckpt_path=last")[0] == 0
-    with elsewhere.open("memory://run/predictions.pt") as file:
+    with memory_files.open("memory://run/predictions.pt") as file:
         assert torch.load(file)
     assert {path.name for path in project.iterdir()} == {"conf", "tiny"}
 

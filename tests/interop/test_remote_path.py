@@ -1,11 +1,9 @@
 """Paths elsewhere have the methods of `pathlib.Path`: what they say is what it says of the same files here."""
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 
@@ -17,12 +15,9 @@ from tests.support.trainer_runs import refuses
 
 
 @pytest.fixture(params=["here", "mock", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AnyPath]:
+def folder(request: pytest.FixtureRequest, memory_files: Any, tmp_path: Path) -> AnyPath:
     """A folder of each kind."""
-    yield {"here": tmp_path, "mock": RemotePath(url_of(tmp_path)), "memory": RemotePath("memory://run")}[request.param]
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
+    return {"here": tmp_path, "mock": RemotePath(url_of(tmp_path)), "memory": RemotePath("memory://run")}[request.param]
 
 
 def test_files_are_written_read_and_listed(folder: AnyPath) -> None:
@@ -58,16 +53,7 @@ def test_files_are_renamed_and_removed(folder: AnyPath) -> None:
     assert not other.exists()
 
 
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    """A file system in memory, empty at first."""
-    files = fsspec.filesystem("memory")
-    yield files
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-
-
-def test_the_root_of_a_file_system_is_a_folder(memory: Any) -> None:
+def test_the_root_of_a_file_system_is_a_folder(memory_files: Any) -> None:
     root = RemotePath("memory://")
     file = root / "x.ckpt"
     assert str(file) == "memory://x.ckpt"
@@ -77,19 +63,19 @@ def test_the_root_of_a_file_system_is_a_folder(memory: Any) -> None:
     assert list(root.iterdir()) == [file]
 
 
-def test_a_name_with_brackets_is_no_pattern(memory: Any) -> None:
+def test_a_name_with_brackets_is_no_pattern(memory_files: Any) -> None:
     """One of brackets is removed, and not those that it would match."""
     folder = RemotePath("memory://run")
     for name in ("x[12]", "x1", "y*/a", "yz/a"):
         (folder / name).write_bytes(b"1")
     remove_checkpoint(folder / "x[12]")
     remove_checkpoint(folder / "y*")
-    assert memory.find("/run") == ["/run/x1", "/run/yz/a"]
+    assert memory_files.find("/run") == ["/run/x1", "/run/yz/a"]
     assert not (folder / "y*").exists()
 
 
-def test_a_file_system_without_times(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(memory), "modified", AbstractFileSystem.modified)
+def test_a_file_system_without_times(memory_files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(memory_files), "modified", AbstractFileSystem.modified)
     file = RemotePath("memory://run/x")
     assert completion_time(file) is None
     file.write_bytes(b"1")

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,23 +192,14 @@ def test_a_plugin_that_writes_in_the_background_has_written_at_the_end(tmp_path:
     assert {path.name: read(path)["epoch"] for path in tmp_path.iterdir()} == {"epoch=0.ckpt": 0, "epoch=1.ckpt": 1}
 
 
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    """A file system in memory, empty before and after."""
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    yield files
-    files.store.clear()
-
-
-def test_checkpoints_at_an_address_that_only_fsspec_knows(memory: Any) -> None:
+def test_checkpoints_at_an_address_that_only_fsspec_knows(memory_files: Any) -> None:
     keeper = ModelCheckpoint(
         "memory://run/kept", filename="{epoch}", monitor="loss", mode="max", save_top_k=1, save_last=True
     )
     run = trainer(callbacks=[keeper], enable_checkpointing=True, max_epochs=2, default_root_dir="memory://run")
     assert run.default_root_dir == "memory://run"
     run.fit(Small(), loader())
-    assert sorted(memory.ls("/run/kept", detail=False)) == ["/run/kept/epoch=1.ckpt", "/run/kept/last.ckpt"]
+    assert sorted(memory_files.ls("/run/kept", detail=False)) == ["/run/kept/epoch=1.ckpt", "/run/kept/last.ckpt"]
     again = trainer(max_epochs=3)
     again.fit(Small(), loader(), ckpt_path="memory://run/kept/last.ckpt")
     assert again.global_step == 9
@@ -234,7 +224,7 @@ class MakesFolder:
         return os.makedirs, (str(self.path), 0o777, True)
 
 
-def test_code_in_a_file_from_a_url_runs_only_with_weights_only_false(memory: Any, tmp_path: Path) -> None:
+def test_code_in_a_file_from_a_url_runs_only_with_weights_only_false(memory_files: Any, tmp_path: Path) -> None:
     run = trainer()
     run.fit(Small(), loader())
     run.save_checkpoint(tmp_path / "x.ckpt")

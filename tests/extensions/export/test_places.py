@@ -3,12 +3,10 @@
 import errno
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from torch import nn
@@ -128,46 +126,37 @@ def test_a_killed_export_leaves_what_was_there(out: str, tmp_path: Path) -> None
 # Elsewhere.
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[Any]:
-    """A file system in memory."""
-    files = fsspec.filesystem("memory")
-    yield files
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-
-
 @pytest.mark.parametrize("out", ["x.safetensors", "folder", "folder/"])
-def test_another_file_system_is_read_and_written(out: str, elsewhere: Any, tmp_path: Path) -> None:
+def test_another_file_system_is_read_and_written(out: str, memory_files: Any, tmp_path: Path) -> None:
     """A checkpoint is read there, and an export written and read."""
     module = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
-    with elsewhere.open("memory://run/x.ckpt", "wb") as file:
+    with memory_files.open("memory://run/x.ckpt", "wb") as file:
         torch.save({"state_dict": module.state_dict()}, file)
     url = f"memory://run/{out}"
     result = export_weights("memory://run/x.ckpt", url, max_shard_size=20)
-    assert all(elsewhere.exists(file) for file in result.files)
+    assert all(memory_files.exists(file) for file in result.files)
     assert len(result.files) == (1 if out == "x.safetensors" else 7)
     assert_same(read_weights(url), module.state_dict())
     refuses(lambda: export_weights(module, url), "exists already")
 
 
-def test_an_interrupt_leaves_what_was_there_elsewhere(elsewhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_what_was_there_elsewhere(memory_files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     export_weights(Small(), "memory://run/x.safetensors")
-    before = elsewhere.cat("memory://run/x.safetensors")
+    before = memory_files.cat("memory://run/x.safetensors")
     Failing(monkeypatch, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         export_weights(Small(), "memory://run/x.safetensors", overwrite=True)
-    assert elsewhere.cat("memory://run/x.safetensors") == before
+    assert memory_files.cat("memory://run/x.safetensors") == before
 
 
-def test_urls_that_are_refused(elsewhere: Any) -> None:
+def test_urls_that_are_refused(memory_files: Any) -> None:
     refuses(lambda: export_weights(Small(), "nowhere://x.safetensors"), "cannot be used", "nowhere")
     for url in ("memory://none/x.safetensors", "memory://none", "nowhere://x"):
         refuses(partial(read_weights, url), "cannot be read", error=CheckpointError)
     refuses(lambda: export_weights("memory://none/x.ckpt", "memory://y"), "does not exist", error=CheckpointError)
 
 
-def test_save_checkpoint_writes_safetensors_with_which_a_run_begins(elsewhere: Any) -> None:
+def test_save_checkpoint_writes_safetensors_with_which_a_run_begins(memory_files: Any) -> None:
     module = Small()
     run: Trainer = trainer()
     run.fit(module, loader())

@@ -7,12 +7,10 @@ import pickle
 import platform
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import lightning as L
 import pytest
 import torch
@@ -568,27 +566,21 @@ class FailsIn(Small):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[str]:
-    """A folder that does not lie on this machine's disk."""
-    yield "memory://reported"
-    fsspec.filesystem("memory").rm("/reported", recursive=True)
-
-
 @BOTH
 def test_a_report_is_written_to_another_file_system(
-    elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type
+    memory_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type
 ) -> None:
     """Beside the checkpoint from which it is continued, and with the configuration that lies there."""
     monkeypatch.chdir(tmp_path)
-    fsspec.filesystem("memory").pipe_file("memory://reported/config.yaml", b"width: 17")
+    elsewhere = "memory://reported"
+    memory_files.pipe_file("memory://reported/config.yaml", b"width: 17")
     for epochs, ckpt_path in ((2, None), (3, f"{elsewhere}/last.ckpt")):
         saves = ModelCheckpoint(elsewhere, filename="{epoch}", save_last=True)
         callbacks = [saves, RunReport()]
         options = {"default_root_dir": elsewhere, "enable_checkpointing": True}
         run = trainer(cls, callbacks=callbacks, max_epochs=epochs, **options)
         run.fit(Small(), loader(4), ckpt_path=ckpt_path)
-        document = parse(fsspec.filesystem("memory").cat("memory://reported/report.html").decode())
+        document = parse(memory_files.cat("memory://reported/report.html").decode())
         assert sections(document)["Configuration"].one("pre").text.strip() == "width: 17"
         steps, _ = curves(document)["loss", "loss"]
         assert len(steps) == epochs

@@ -34,7 +34,7 @@ def kill_itself() -> None:
 )
 def test_how_a_process_ended_is_told(function: Any, arguments: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(CallError) as caught:
-        call_bounded(function, *arguments, timeout=60)
+        call_bounded(function, *arguments, timeout=600)
     assert str(caught.value) == reason
     assert not caught.value.is_raised
 

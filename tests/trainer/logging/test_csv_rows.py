@@ -3,7 +3,6 @@
 import csv
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +75,9 @@ def test_rows_keep_their_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert csv_rows._step_of(path.read_bytes().splitlines(keepends=True), 1) == "7"
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    """A folder that does not lie on this machine's disk."""
-    yield "memory://rows"
-    fsspec.filesystem("memory").rm("/rows", recursive=True)
-
-
-def test_a_run_that_is_resumed_elsewhere_has_every_row_once(address: str) -> None:
+def test_a_run_that_is_resumed_elsewhere_has_every_row_once(memory_files: Any) -> None:
     """Nothing looks for a file on this machine's disk; rows behind the checkpoint are written again."""
+    address = "memory://rows"
     keeper = ModelCheckpoint(f"{address}/kept", filename="{epoch}", save_top_k=-1)
     for ckpt_path in (None, f"{address}/kept/epoch=0.ckpt"):
         with warnings.catch_warnings():

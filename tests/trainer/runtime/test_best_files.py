@@ -2,11 +2,9 @@
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -40,15 +38,6 @@ def best_of(keeper: Any) -> Any:
     kept = {Path(path).name: float(value) for path, value in keeper.best_k_models.items()}
     worst = Path(keeper.kth_best_model_path).name
     return kept, Path(keeper.best_model_path).name, float(keeper.best_model_score), worst, float(keeper.kth_value)
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    """The file system that fsspec keeps in memory, empty before and after."""
-    system = fsspec.filesystem("memory")
-    system.store.clear()
-    yield system
-    system.store.clear()
 
 
 @pytest.mark.few_cases(1)
@@ -114,11 +103,11 @@ def test_a_best_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("monitor", ["value", None])
-def test_files_on_another_file_system_stay(memory: Any, monitor: str | None) -> None:
+def test_files_on_another_file_system_stay(memory_files: Any, monitor: str | None) -> None:
     """There Lightning's callback removes what it keeps no more, in whatever folder."""
     values = [2.0, 1.0]
     options = {"monitor": monitor, "save_last": None}
     first = fit("memory://run10", values, 1, **options).best_model_path
     keeper = fit("memory://run1", values, 2, first, **options)
     assert keeper.best_model_path == "memory://run1/epoch=1.ckpt"
-    assert memory.exists(first)
+    assert memory_files.exists(first)

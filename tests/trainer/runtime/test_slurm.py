@@ -8,7 +8,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import fsspec
 import lightning as L
 import pytest
 import torch
@@ -263,20 +262,18 @@ def test_a_job_that_slurm_does_not_take_back_is_reported(tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("job")
 def test_a_job_whose_folder_is_a_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    memory_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = fsspec.filesystem("memory")
-    monkeypatch.setattr(files, "store", {})
     monkeypatch.chdir(tmp_path)
     url = "memory://job/"
     interrupted(url, signal.SIGTERM)
-    assert files.exists("memory://job/slurm-77.ckpt")
+    assert memory_files.exists("memory://job/slurm-77.ckpt")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     start_program_again(monkeypatch)
     assert completed(url).loaded_ckpt_path == "memory://job/slurm-77.ckpt"
-    assert not files.exists("memory://job/slurm-77.ckpt")
+    assert not memory_files.exists("memory://job/slurm-77.ckpt")
     # Another fit was interrupted.
-    files.touch("memory://job/slurm-77-fit-3.ckpt")
+    memory_files.touch("memory://job/slurm-77-fit-3.ckpt")
     with caplog.at_level("INFO"):
         completed(url)
     assert "the interrupted one was another: slurm-77-fit-3.ckpt" in caplog.text
