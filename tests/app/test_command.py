@@ -60,6 +60,7 @@ def test_help_of_a_run_shows_groups_keys_and_flags(project, equipoise):
     end = lines.index(next(line for line in lines if line.startswith("strategy: auto  ")))
     keys = [line for line in lines[start + 1 : end] if not line.startswith("   ")]
     assert len(keys) == len(trainer_arguments())
+    assert {"self", "ckpt_path"}.isdisjoint(trainer_arguments())
     assert [line for line in keys if not line[40:].strip()] == []
 
 

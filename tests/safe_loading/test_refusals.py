@@ -254,9 +254,12 @@ def test_two_members_of_one_name_are_refused() -> None:
     refuses(read_archive, file, "it holds two members of one name")
 
 
-def test_a_check_sum_that_differs_is_found() -> None:
-    content = archived(members()).getvalue()
-    damaged = content.replace(WEIGHTS.numpy().tobytes(), torch.ones(6).numpy().tobytes())
+@pytest.mark.parametrize("ending", ["data/0", "serialization_id"])
+def test_a_check_sum_that_differs_is_found(ending: str) -> None:
+    """Of a storage, and of a member that is not read otherwise."""
+    whole = members()
+    name = named(whole, ending)
+    content = archived(whole).getvalue()
+    damaged = content.replace(whole[name], bytes(len(whole[name])))
     assert damaged != content
-    words = "'archive/data/0' in it is not what was written"
-    refuses(check_archive, io.BytesIO(damaged), words)
+    refuses(check_archive, io.BytesIO(damaged), f"'{name}' in it is not what was written")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from equipoise import ConfigurationError
+from equipoise.extensions.common import planned_devices
 from equipoise.extensions.common.planned_devices import GPU_MEMORY, PlannedDevice
 from equipoise.extensions.planning import StepFacts, describe_devices
 from equipoise.extensions.planning.comparison import StrategyPlan, recommend
@@ -45,6 +46,15 @@ def test_devices_of_this_machine() -> None:
     assert 0 < cpu.usable <= cpu.memory
     both = describe_devices("2xcpu")
     assert [device.memory for device in both] == [cpu.memory // 2] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, "1", "2"])
+def test_a_number_means_the_first_gpus_of_this_machine(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    present = describe_devices("[24GiB, 12GiB]")
+    monkeypatch.setattr(planned_devices, "_of_this_machine", lambda: present)
+    assert describe_devices(count) == present[: int(count)]
+    with pytest.raises(ConfigurationError, match="more GPUs than the 2 of this machine"):
+        describe_devices(3)
 
 
 @pytest.mark.parametrize("text", ["24", "0x24GiB", "A100-90GB", "cuda:77", "", "-3", "0GiB", "9999x1GiB"])
