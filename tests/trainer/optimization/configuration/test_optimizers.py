@@ -13,11 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from equipoise import ConfigurationError, Trainer
-from equipoise.trainer.optimization.configuration.optimizers import NoOptimizer, move_state, parse_optimizers
+from equipoise.trainer.optimization.configuration.optimizers import (
+    NoOptimizer,
+    move_state,
+    parse_optimizers,
+    takes_no_closure,
+)
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, trainer, with_optimizers
 
@@ -306,3 +311,12 @@ def test_the_state_of_an_optimiser_moves_to_a_device() -> None:
     assert state["exp_avg"].device == state["exp_avg_sq"].device == torch.device("meta")
     assert state["note"] == "kept"
     assert layer.weight.device == torch.device("cpu")
+
+
+def test_an_optimiser_that_decides_by_the_loss_or_has_a_hook_takes_the_closure() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = sgd(layer)
+    assert takes_no_closure(optimizer)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+    assert not takes_no_closure(optimizer)
+    assert not takes_no_closure(LBFGS(layer.parameters()))
