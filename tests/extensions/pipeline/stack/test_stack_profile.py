@@ -71,6 +71,14 @@ def test_times_of_the_backward_are_no_times_of_the_forward(
     assert all(block.backward >= 1.0 for block in blocks)
 
 
+def test_what_lies_around_the_layers_belongs_to_the_first_and_to_the_last() -> None:
+    first, last = 4 * (2 * 4 + 4), 4 * (4 + 1)
+    each = 4 * (4 * 4 + 4)
+    blocks = profile(Network(False)).blocks
+    assert [block.parameters for block in blocks] == [first + each, each, each + last]
+    assert [block.trained for block in blocks] == [block.parameters for block in blocks]
+
+
 def test_checkpointed_layers_save_less() -> None:
     plain, checkpointed = profile(Network(False)), profile(Network(True))
     for index in range(1, LAYERS):
