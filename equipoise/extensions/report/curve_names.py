@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-__all__ = ["group_curves", "split_name"]
+__all__ = ["group_curves", "is_learning_rate", "split_name"]
 
 Curve = Mapping[float, float]
 CurvesByStage = dict[str, Curve]
@@ -51,6 +51,11 @@ def split_name(name: str) -> tuple[str, str]:
     return _LONG.get(name.lower(), name), run_stage
 
 
+def is_learning_rate(name: str) -> bool:
+    """Return whether a metric is a learning rate: a metric to loggers, of which no value is the best."""
+    return name.startswith("lr-")
+
+
 def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
     """Group curves by quantity, then by run stage: losses first, then quantities with several curves.
 
@@ -75,10 +80,10 @@ def group_curves(curves: Mapping[str, Curve]) -> dict[str, CurvesByStage]:
             members[run_stage] = curve
 
     # 2. Put them in order. False comes before True, and equals keep the order of `curves`.
-    def position(quantity: str) -> tuple[bool, bool]:
+    def position(quantity: str) -> tuple[bool, bool, bool]:
         is_other_than_loss = "loss" not in quantity.lower()
         is_single = len(families[quantity]) == 1
-        return is_other_than_loss, is_single
+        return is_learning_rate(quantity), is_other_than_loss, is_single
 
     return {quantity: families[quantity] for quantity in sorted(families, key=position)}
 

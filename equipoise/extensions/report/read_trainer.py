@@ -56,13 +56,14 @@ def saved_checkpoints(trainer: Any) -> list[tuple[str, str]]:
     """Return the paths of each callback's best and last checkpoint, with what they are before them."""
     checkpoints = []
     for callback in _checkpoint_callbacks(trainer):
-        if callback.best_model_path:
-            kind = "checkpoint"
-            if callback.monitor:
-                kind = "best checkpoint"
-            checkpoints.append((kind, format_path(callback.best_model_path)))
-        if callback.last_model_path:
-            checkpoints.append(("last checkpoint", format_path(callback.last_model_path)))
+        # Without a value to monitor, the best one is the last.
+        last = callback.last_model_path
+        if not callback.monitor:
+            last = last or callback.best_model_path
+        elif callback.best_model_path:
+            checkpoints.append(("best checkpoint", format_path(callback.best_model_path)))
+        if last:
+            checkpoints.append(("last checkpoint", format_path(last)))
     return checkpoints
 
 

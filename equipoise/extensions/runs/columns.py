@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
+from equipoise.extensions.report.curve_names import is_learning_rate
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.found import natural
 from equipoise.extensions.runs.run import Run
@@ -19,7 +20,6 @@ __all__ = [
     "best_run",
     "columns_of",
     "further_keys",
-    "is_learning_rate",
     "main_metrics",
     "newest_first",
     "sorted_runs",
@@ -41,12 +41,14 @@ class Column:
         value: Returns the value of a run, for the order of rows; None where there is none.
         text: Returns a value as text.
         kind: "result" of a metric, "key" of a configuration, or "cost".
+        metric: The metric of which it is the best value. Default: none.
     """
 
     head: str
     value: Callable[[Run], Value]
     text: Callable[[Any], str] = str
     kind: str = "cost"
+    metric: str = ""
 
     def cell(self, run: Run) -> str:
         """Return the cell of a run; empty without a value."""
@@ -61,7 +63,7 @@ def columns_of(keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:
     columns = [Column(key, _value_of_key(key), kind="key") for key in keys]
     for name in metrics:
         if not is_learning_rate(name):
-            columns.append(Column(f"best {name}", _value_of_metric(name, "best"), format_number, "result"))
+            columns.append(Column(f"best {name}", _value_of_metric(name, "best"), format_number, "result", name))
         columns.append(Column(f"last {name}", _value_of_metric(name, "last"), format_number, "result"))
     return [
         *columns,
@@ -73,14 +75,20 @@ def columns_of(keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:
 
 
 def telling_columns(columns: Sequence[Column], runs: Sequence[Run]) -> list[Column]:
-    """Return the columns without empty ones, and without last values that are the best ones in all runs."""
+    """Return the columns without empty ones, and without last values that are the best ones in all runs.
+
+    Where runs have a single value of a metric, such as that of a test, its name alone is the head.
+    """
     cells = {column.head: [column.cell(run) for run in runs] for column in columns}
     telling = []
     for column in columns:
         best = column.head.replace("last ", "best ", 1)
         is_twice = column.kind == "result" and best != column.head and cells[column.head] == cells.get(best)
-        if any(cells[column.head]) and not is_twice:
-            telling.append(column)
+        if is_twice or not any(cells[column.head]):
+            continue
+        if column.metric and all(len(run.curves.get(column.metric, ())) <= 1 for run in runs):
+            column = replace(column, head=column.metric)
+        telling.append(column)
     return telling
 
 
@@ -145,11 +153,6 @@ def _place_of_kind(name: str) -> int:
     if is_learning_rate(name):
         return len(_KINDS) + 1
     return len(_KINDS)
-
-
-def is_learning_rate(name: str) -> bool:
-    """Return whether a metric is a learning rate: a metric to loggers, of which no value is the best."""
-    return name.startswith("lr-")
 
 
 def sorted_runs(runs: Sequence[Run], by: str | None = None) -> list[Run]:

@@ -6,7 +6,7 @@ import math
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -156,7 +156,9 @@ def _with_live(values: Mapping[str, Any], live: Sequence[LiveValue]) -> dict[str
         times[min(float(values["steps"]), live[0][1])] = 0.0
     seconds = values["seconds"]
     done = max(times)
-    for name, step, value, at in live:
+    names = {*curves, *(name for name, *_ in live)}
+    for logged, step, value, at in live:
+        name = _metric_name(logged, names)
         curves.setdefault(name, {})[step] = value
         seconds = max(seconds, at)
         # A value of step 9 stands where ten steps are done.
@@ -305,12 +307,19 @@ def _read_configuration(path: Path) -> dict[str, Any]:
     return {"configuration": with_classes(flat_configuration(content))}
 
 
+def _metric_name(logged: str, names: Container[str]) -> str:
+    """Return the name that run.json has for what a logger has received among others: "loss" for "loss_epoch"."""
+    name = logged.removesuffix("_epoch")
+    return name if f"{name}_step" in names else logged
+
+
 def _read_metrics(path: Path) -> dict[str, Any]:
     curves: dict[str, dict[float, float]] = defaultdict(dict)
     epochs = 0
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         rows = csv.reader(file)
         heads = [_text(head) for head in next(rows, [])]
+        heads = [_metric_name(head, heads) for head in heads]
         step_column = heads.index("step")
         for row in rows:
             # The last row of a run that was killed may be cut off.

@@ -23,7 +23,7 @@ def test_bars_are_in_proportion() -> None:
     assert long == pytest.approx(4 * short)
     assert empty == 0
     texts = [text.text for text in figure.all("text")]
-    assert texts == ["a", "b", "4 KiB", "1 KiB", "0 B"]
+    assert texts == ["a", "b", "4.0 KiB", "1.0 KiB", "0 B"]
     # The names have a column of their own, in which the longest has room, however narrow the screen is.
     names = parse(bar_chart("Peak", {"single_device": groups["a"]}, "bytes")).one("svg", "labels")
     (name,) = names.all("text")

@@ -8,7 +8,7 @@ import pytest
 
 from equipoise.extensions.comparison.results.comparison import Comparison, Row
 from equipoise.extensions.comparison.results.recommendation import notes_on, recommend
-from equipoise.extensions.comparison.results.tables import row_texts
+from equipoise.extensions.comparison.results.tables import meaning_of_columns, row_texts
 
 
 def comparison(**figures: tuple[float | None, int]) -> Comparison:
@@ -54,6 +54,20 @@ def test_figures_of_a_row() -> None:
     assert (row.fullest, row.imbalance) == (7, None)
     row.peaks = {"cpu (0)": 30, "cpu (1)": 10}
     assert (row.fullest, row.imbalance) == (30, 1.5)
+
+
+def test_only_columns_of_the_table_are_explained() -> None:
+    one = comparison(a=(100, 10), b=(50, 10))
+    for row in one.rows:
+        row.peaks = {"cpu": 10}
+    assert list(row_texts(one.rows[0], one)) == ["samples/s", "peak by device"]
+    assert meaning_of_columns(one) == []
+    one.rows[1].peaks = {"cpu (0)": 30, "cpu (1)": 10}
+    one.rows[1].distance = 0.0
+    assert list(row_texts(one.rows[0], one)) == ["samples/s", "peak by device", "imbalance", "distance"]
+    (sentence,) = meaning_of_columns(one)
+    assert sentence.startswith("imbalance: ")
+    assert "idle" not in sentence
 
 
 def test_notes_on_devices_that_are_not_as_they_seem() -> None:

@@ -33,6 +33,11 @@ def test_values_of_steps_and_of_epochs_are_told_apart():
     assert list(group_curves({"acc": {1: 0.5}, "acc_step": {1: 0.5}})["accuracy"]) == ["(epoch)", ""]
 
 
+def test_losses_come_first_and_learning_rates_last():
+    curves = {"lr-SGD": {1: 0.1}, "lr-SGD/pg1": {1: 0.1}, "val_acc": {1: 0.5}, "train_loss": {1: 0.9}}
+    assert list(group_curves(curves)) == ["loss", "accuracy", "lr-SGD", "lr-SGD/pg1"]
+
+
 def test_two_curves_of_one_place_keep_their_names():
     curves = group_curves({"val_acc": {1: 0.1}, "val_accuracy": {1: 0.3}})
     assert curves == {"accuracy": {"val": {1: 0.1}, "val_accuracy": {1: 0.3}}}

@@ -157,7 +157,7 @@ class TestTable:
     def test_a_checkpoint_that_monitors_nothing(self, plain: io.StringIO, tmp_path: Path):
         saving = ModelCheckpoint(tmp_path, filename="last")
         fit([RunSummary(), saving], loader(2), enable_checkpointing=True)
-        assert "Checkpoint: last.ckpt\n" in plain.getvalue()
+        assert "Last checkpoint: last.ckpt\n" in plain.getvalue()
         assert "best" not in rows(plain.getvalue())
 
     def test_the_last_checkpoint_beside_the_best(self, plain: io.StringIO, tmp_path: Path):

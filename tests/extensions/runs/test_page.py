@@ -79,6 +79,49 @@ def test_a_last_value_that_is_no_best_one_has_a_column():
     assert [cell.text for cell in table.one("tbody").all("tr")[0].all("td")][2:4] == ["0.5000", "0.7500"]
 
 
+def test_a_metric_of_one_value_in_each_run_is_neither_best_nor_last():
+    curves = {"val_acc": {9.0: 0.5, 19.0: 0.75}, "test_acc": {20.0: 0.625}}
+    table = page(run(1, curves=curves), run(2, curves={"test_acc": {20.0: 0.5}})).one("table", "runs")
+    assert [head.text for head in table.all("th")][2:4] == ["best val_acc", "test_acc"]
+    assert [value.text for value in table.all("b")] == ["0.6250"]
+
+
+def test_columns_are_sorted_from_their_best_value_and_numbers_stand_on_the_right():
+    names = {"val_acc": {9.0: 0.5}, "val_loss": {9.0: 0.5}}
+    runs = [run(number, curves=names, configuration={"lr": f"1e-{number}", "kind": "ab"[number]}) for number in (0, 1)]
+    heads = {head.text: head.attributes for head in page(*runs).one("table", "runs").all("th")}
+    assert {name for name, attributes in heads.items() if "data-first" in attributes} == {"val_acc"}
+    assert {name for name, attributes in heads.items() if "number" not in attributes.get("class", "")} == {
+        *("Run", "State", "kind")
+    }
+
+
+def test_values_that_look_the_same_stand_out_together():
+    runs = [run(number, curves={"val_acc": {9.0: value}}) for number, value in enumerate((0.98518519, 0.985185, 0.9))]
+    assert [value.text for value in page(*runs).one("table", "runs").all("b")] == ["0.9852", "0.9852"]
+
+
+def test_a_sweep_has_two_keys_beside_its_curves():
+    def beside(*names: str) -> list[str]:
+        runs = [run(number, name, configuration=dict.fromkeys("abc", f"{number}")) for number, name in enumerate(names)]
+        heads = page(*runs).one("table", "runs").all("th")
+        return [head.text for head in heads if "more" not in head.attributes.get("class", "")][3:]
+
+    assert beside("outputs/x", "outputs/y") == ["a"]
+    assert beside("multirun/0", "multirun/1") == ["a", "b"]
+
+
+def test_charts_that_are_left_out_are_counted():
+    curves = {f"metric {number}": {1.0: 0.0, 2.0: 1.0} for number in range(30)}
+    found = sections(page(run(1, curves=curves), run(2, curves=curves)))
+    assert len(found["Curves by step"].all("figure")) == 24
+    assert "24 of 30 metrics" in found["Curves by step"].text
+    few = {name: curves[name] for name in [*curves][:9]}
+    found = sections(page(run(1, curves=few), run(2, curves=few)))
+    assert len(found["Curves by step"].all("figure")) == 9
+    assert "metrics" not in found["Curves by step"].one("h2").text
+
+
 def test_an_error_is_a_line_that_opens():
     error = "RuntimeError: " + "much too long, " * 20
     row = page(run(1, state="failed", error=error), run(2)).one("table", "runs").one("tbody").all("tr")[0]

@@ -142,6 +142,17 @@ class TestLiveValues:
         assert (run.steps, run.seconds) == (30, 90.0)
         assert run.times[30.0] == 90.0
 
+    def test_values_of_epochs_have_the_name_that_the_whole_file_gives_them(self, write_run: WriteRun):
+        curves = {"loss": [[9], [0.5]], "loss_step": [[4], [0.75]], "no_epoch": [[9], [1.0]]}
+        folder = write_run("run", state="running", curves=curves)
+        (folder / "metrics.csv").write_text("step,epoch,loss_epoch,loss_step\n9,0,0.5,\n14,1,,0.25\n19,1,0.125,\n")
+        (folder / "live.jsonl").write_text('["loss_epoch", 29, 0.0625, 90.0]\n["no_epoch", 29, 2.0, 90.0]\n')
+        assert only_run(folder).curves == {
+            "loss": {9.0: 0.5, 19.0: 0.125, 29.0: 0.0625},
+            "loss_step": {14.0: 0.25},
+            "no_epoch": {9.0: 1.0, 29.0: 2.0},
+        }
+
     def test_a_finished_run_has_its_values_from_the_whole_file(self, write_run: WriteRun):
         folder = write_run("run")
         (folder / "live.jsonl").write_text('["val_loss", 29, 0.125, 90.0]\n')
@@ -179,6 +190,8 @@ class TestServer:
         status, headers, text = ask(served)
         assert status == 200
         assert "connect-src" in text
+        # A browser does not ask for a picture of the page.
+        assert parse(text).one("link").attributes == {"rel": "icon", "href": "data:,"}
         rows = parse(text).one("table", "runs").one("tbody").all("tr")
         assert [row.all("td")[1].text for row in rows] == ["running", "finished"]
         # 1. Nothing has changed.

@@ -26,6 +26,8 @@ _ACROSS = 1000
 # Significant digits of a value across; those of a step must tell neighbours apart.
 _DIGITS = {"step": 15}
 _DEFAULT_DIGITS = 5
+# Words below a chart that find room on a narrow screen.
+_FEW_TICKS = 4
 # Points of a short line, and lines that a description names.
 _FEW = 40
 _NAMED = 12
@@ -229,7 +231,8 @@ def tick_words(across: Scale, y: int) -> Markup:
     words = []
     for index, tick in enumerate(across.ticks):
         share = across.place(tick)
-        # The style sheet hides every second one where there is little room. The script has others for a part.
+        # The style sheet hides every second one of many where there is little room. The script has others for a part.
+        is_odd = index % 2 and len(across.ticks) > _FEW_TICKS
         words.append(
             tag(
                 "text",
@@ -237,7 +240,7 @@ def tick_words(across: Scale, y: int) -> Markup:
                 x=_percent(share),
                 y=y,
                 text_anchor=_text_anchor(share),
-                class_="tick odd" if index % 2 else "tick",
+                class_="tick odd" if is_odd else "tick",
             )
         )
     return join(*words)

@@ -7,6 +7,7 @@ from typing import Any
 
 __all__ = [
     "Markup",
+    "breakable",
     "cut",
     "figure",
     "hint",
@@ -23,8 +24,11 @@ __all__ = [
 # Width of a character in pixels.
 _CHARACTER = 6.3
 
+# Characters of a part of a name that finds room in a line.
+_LONG_PART = 18
+
 # Elements without an end tag.
-_EMPTY = {"meta", "img", "wbr"}
+_EMPTY = {"img", "link", "meta", "wbr"}
 # Colours of a terminal.
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Control characters other than tab and line feed, lone surrogates, and code points that are no characters.
@@ -49,6 +53,17 @@ def cut(text: object, longest: int = 300) -> str:
     if len(line) > longest:
         return f"{line[: longest - 1]}…"
     return line
+
+
+def breakable(text: str) -> Markup:
+    """Return a text that may be divided before parts of paths and names, and after underscores of long parts."""
+    parts: list[str] = []
+    for part in re.split(r"(?<=[^\W\d])(?=[./]\w)", text):
+        if len(part) > _LONG_PART:
+            parts += re.split(r"(?<=_)(?=[^_])", part)
+        else:
+            parts.append(part)
+    return Markup(tag("wbr").join(map(join, parts)))
 
 
 def tag(name: str, /, *content: object, **attributes: Any) -> Markup:
@@ -98,7 +113,7 @@ def section(title: str, *content: Markup | None, note: str = "") -> Markup:
 
 def figure(title: str, *content: Markup, note: str = "", names: Markup | None = None) -> Markup:
     """Return a figure below its title, a note beside that, and the names of its parts."""
-    return tag("figure", tag("figcaption", _heading("h3", title, note), names), *content, class_="chart")
+    return tag("figure", tag("figcaption", _heading("h3", breakable(title), note), names), *content, class_="chart")
 
 
 def picture(title: str, *content: object, **attributes: Any) -> Markup:

@@ -6,8 +6,8 @@ tip.className = "tip";
 tip.hidden = true;
 document.body.append(tip);
 
-function show(text, event) {
-  tip.textContent = text;
+function show(content, event) {
+  tip.replaceChildren(...[content].flat());
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
   const right = event.clientX + 16 + box.width > innerWidth;
@@ -47,6 +47,19 @@ function nearest(xs, x) {
     if (xs[middle] <= x) low = middle; else high = middle;
   }
   return x - xs[low] < xs[high] - x ? low : high;
+}
+
+// Whether a line has values around an x. One that ended long before says nothing of it.
+function reaches(xs, x) {
+  const first = xs[0], last = xs[xs.length - 1], step = (last - first) / Math.max(1, xs.length - 1);
+  return first - step <= x && x <= last + step;
+}
+
+// The key to a line, in its colour.
+function keyOf(line) {
+  const key = document.createElement("i");
+  key.className = "key " + line.className.baseVal.replace(/\b(line|run-\d+|strong)\b/g, "");
+  return key;
 }
 
 // Of many values the eight nearest to the pointer.
@@ -175,8 +188,8 @@ function prepareChart(plot) {
     const seen = lines.filter(({ line }) => !line.classList.contains("off"));
     if (!seen.length) return;
     const at = back(low + (high - low) * shareAt(event));
-    const gaps = seen.map((line) => line.x[nearest(line.x, at)]);
-    const x = gaps.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
+    const places = seen.map((line) => line.x[nearest(line.x, at)]);
+    const x = places.reduce((best, each) => (Math.abs(each - at) < Math.abs(best - at) ? each : best));
     if (!cross) {
       cross = document.createElementNS("http://www.w3.org/2000/svg", "line");
       cross.setAttribute("class", "cross");
@@ -187,17 +200,21 @@ function prepareChart(plot) {
     cross.removeAttribute("visibility");
     for (const end of ["x1", "x2"]) cross.setAttribute(end, (100 * (straight(x) - low)) / (high - low) + "%");
     const down = event.clientY - plot.getBoundingClientRect().top;
-    const values = nearby(seen.map((line) => [line.label, line.y[nearest(line.x, x)]]), plot, down);
-    const told = values.map(([label, value]) => label + "  " + words[plot.dataset.y](value));
+    const near = seen.filter((line) => reaches(line.x, x));
+    const values = nearby(near.map((line) => [line, line.y[nearest(line.x, x)]]), plot, down);
+    const told = values.flatMap(([line, value]) => ["\n", keyOf(line.line), line.label + "  " + words[plot.dataset.y](value)]);
     const mark = event.target.closest(".mark");
-    show([words[plot.dataset.x](x), ...told, ...(mark ? [mark.dataset.tip] : [])].join("\n"), event);
+    show([words[plot.dataset.x](x), ...told, ...(mark ? ["\n" + mark.dataset.tip] : [])], event);
   });
   plot.addEventListener("pointerleave", () => { tip.hidden = true; cross?.setAttribute("visibility", "hidden"); });
 }
 
 // Whether the axis up is logarithmic, by the title of a chart; it outlives the content of a page that is refreshed.
 const scaled = {};
-const titleOf = (plot) => plot.closest("figure").querySelector("h3")?.firstChild.textContent ?? "values";
+const titleOf = (plot) => {
+  const parts = [...(plot.closest("figure").querySelector("h3")?.childNodes ?? [])];
+  return parts.filter((part) => part.nodeType === Node.TEXT_NODE).map((part) => part.data).join("") || "values";
+};
 
 // A switch for the axis up, where its values span a decade.
 function prepareScale(plot, tool) {
@@ -369,10 +386,10 @@ function prepare(root) {
   }
 
   // What scrolls is reached by keys as well.
-  for (const wide of root.querySelectorAll(".scroll, pre")) {
+  for (const wide of root.querySelectorAll(".scroll, pre, .error .cause")) {
     if (wide.scrollWidth <= wide.clientWidth && wide.scrollHeight <= wide.clientHeight) continue;
     wide.tabIndex = 0;
-    wide.setAttribute("role", "region");
+    wide.setAttribute("role", "group");
     wide.setAttribute("aria-label", wide.closest("section").querySelector("h2").firstChild.textContent);
   }
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from equipoise.extensions.common.page.markup import Markup, hint, join, section, tag
+from equipoise.extensions.common.page.markup import Markup, breakable, hint, join, section, tag
 from equipoise.interop.remote.paths import to_path
 
 __all__ = [
@@ -26,6 +26,8 @@ _MIDDLE = 11
 # Lines of a configuration, and characters of each.
 _CONFIGURATION_LINES = 1000
 _CONFIGURATION_LINE = 1000
+# Steps of indentation that a line which is too long keeps.
+_DEEPEST = 4
 # Lines of a configuration that fit without scrolling.
 _SHORT_CONFIGURATION = 24
 
@@ -96,12 +98,17 @@ def _head(title: str, style: Markup, script: Markup, *, asks_server: bool) -> Ma
     )
     if asks_server:
         policy += "; connect-src 'self'"
+    icon = None
+    if asks_server:
+        # Else a browser asks the server for a picture.
+        icon = tag("link", rel="icon", href="data:,")
     return tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
+        icon,
         tag("title", title),
         tag("style", style),
     )
@@ -199,7 +206,9 @@ def _coloured(line: str) -> Markup:
     match = re.match(r"(\s*(?:- )?)([\w.\-/]+:)(?=\s|$)(.*)", line, re.DOTALL)
     if match is None:
         return tag("span", line, "\n")
-    # Paths and names of classes may be divided before their parts.
-    parts = re.split(r"(?<=[^\W\d])(?=[./]\w)", match[3])
-    value = Markup(tag("wbr").join(map(join, parts)))
-    return tag("span", match[1], tag("span", match[2], class_="name"), value, "\n")
+    # A line that is too long goes on to the right of its key.
+    depth = min(_DEEPEST, len(match[1]) // 2)
+    style = None
+    if depth:
+        style = f"i{depth}"
+    return tag("span", match[1], tag("span", match[2], class_="name"), breakable(match[3]), "\n", class_=style)

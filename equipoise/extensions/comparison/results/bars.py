@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from equipoise.extensions.common.page.markup import Markup, figure, legend, picture, tag, word_column
-from equipoise.formats import Unit, format_quantity
+from equipoise.formats import Unit, format_bytes, format_quantity
 
 __all__ = ["Bar", "bar_chart"]
 
@@ -73,13 +73,13 @@ def _legend(groups: Iterable[Sequence[Bar]]) -> Markup | None:
 
 def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
     length = _length(bar.value, largest)
-    text = format_quantity(bar.value, unit)
+    text = _text(bar.value, unit)
     # The text under the pointer names the bar, too.
     title = f"{bar.label}: {text}"
     mark = None
     end = length
     if bar.expected is not None:
-        title += f", predicted {format_quantity(bar.expected, unit)}"
+        title += f", predicted {_text(bar.expected, unit)}"
         end = _length(bar.expected, largest)
         x = f"{end:.2f}%"
         mark = tag("line", x1=x, x2=x, y1=top - 1, y2=top + _BAR + 1, class_="expected")
@@ -91,6 +91,13 @@ def _bar(bar: Bar, top: int, largest: float, unit: Unit) -> Markup:
         tag("text", text, x=f"{max(length, end) + 1:.2f}%", y=top + _BAR - 4, class_="value"),
         class_=f"bar {bar.style}",
     )
+
+
+def _text(value: float, unit: Unit) -> str:
+    """Return a value as tables have it; words of an axis lack a zero behind the point."""
+    if unit == "bytes":
+        return format_bytes(value)
+    return format_quantity(value, unit)
 
 
 def _length(value: float, largest: float) -> float:

@@ -49,8 +49,9 @@ def _sections(
     # 2. The results, and what they mean.
     yield _pictures(comparison, chosen)
     yield _table(comparison, chosen)
-    notes = [meaning_of_columns(comparison), *comparison.notes]
-    yield section("What these figures tell", *map(hint, notes))
+    notes = [*meaning_of_columns(comparison), *comparison.notes]
+    if notes:
+        yield section("What these figures tell", *map(hint, notes))
 
     # 3. The configuration.
     yield configuration_section(yaml.safe_dump(dict(configuration), sort_keys=False))

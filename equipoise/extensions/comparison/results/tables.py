@@ -67,24 +67,30 @@ def row_texts(row: Row, comparison: Comparison) -> dict[str, str]:
     texts = {"samples/s": _rate(row), "peak by device": _peaks_text(row.peaks)}
     if comparison.has_predictions:
         texts["predicted"] = _peaks_text(row.predicted or {})
-    texts["imbalance"] = "-"
-    # One device has none.
-    if row.imbalance is not None:
-        texts["imbalance"] = f"{row.imbalance:.2f}"
+    # One device has neither imbalance nor distance.
+    if any(other.imbalance is not None for other in comparison.rows):
+        texts["imbalance"] = "-" if row.imbalance is None else f"{row.imbalance:.2f}"
     if any(other.idle is not None for other in comparison.rows):
         texts["idle"] = "-" if row.idle is None else f"{row.idle:.0%}"
-    texts["distance"] = _distance(row.distance)
+    if any(other.distance is not None for other in comparison.rows):
+        texts["distance"] = _distance(row.distance)
     if any(other.largest_batch for other in comparison.rows):
         texts["largest batch"] = _largest_text(row)
     return texts
 
 
-def meaning_of_columns(comparison: Comparison) -> str:
-    """Return what the columns mean whose heads do not say it."""
-    return (
-        "imbalance: the fullest device divided by the mean; idle: the share of the devices' time in which they wait;"
-        f" distance: of the weights after {comparison.steps} steps from those of one device."
-    )
+def meaning_of_columns(comparison: Comparison) -> list[str]:
+    """Return a sentence on the columns whose heads do not say what they mean; none if the table has no such column."""
+    meanings = {
+        "imbalance": "the fullest device divided by the mean",
+        "idle": "the share of the devices' time in which they wait",
+        "distance": f"of the weights after {comparison.steps} steps from those of one device",
+    }
+    columns = {head for row in comparison.rows for head in row_texts(row, comparison)}
+    told = [f"{head}: {meaning}" for head, meaning in meanings.items() if head in columns]
+    if not told:
+        return []
+    return [f"{'; '.join(told)}."]
 
 
 def _rate(row: Row) -> str:
@@ -140,7 +146,7 @@ def print_comparison(comparison: Comparison, recommendation: dict[str, Any] | No
     # Sentences stand outside of the table, so that it does not break them.
     # 2. Reasons, and what the columns mean.
     lines = reasons_in_words(comparison)
-    lines.append(meaning_of_columns(comparison))
+    lines += meaning_of_columns(comparison)
     lines += comparison.notes
     # 3. The recommendation, with overrides in a line that can be copied.
     if recommendation is not None:

@@ -133,13 +133,13 @@ def _print_table(runs: Sequence[Run], console: Console) -> None:
     print_table(table, console, repeated=2, leaves_out=True)
     further = len(keys) - _MOST_KEYS
     if further > 0:
-        print_text(f"{further_keys(further)}: --html and --json show all.", console)
+        print_text(f"{further_keys(further)}: --json shows all.", console)
 
 
 def _place_of(column: Column) -> int:
     """Return the place of a column by its kind."""
     if column.kind == "result":
-        return 0 if column.head.startswith("best ") else 2
+        return 0 if column.metric else 2
     return 1 if column.kind == "key" else 3
 
 

@@ -7,7 +7,7 @@ import numpy
 from equipoise.extensions.common.page.charts import Line, line_chart
 from equipoise.extensions.common.page.markup import Markup, cut, hint, section, tag
 from equipoise.extensions.common.page.scales import Point
-from equipoise.extensions.runs.columns import is_learning_rate
+from equipoise.extensions.report.curve_names import is_learning_rate
 from equipoise.extensions.runs.command.shown_runs import COLOURS, ShownRun
 from equipoise.extensions.runs.run import Curve
 from equipoise.formats import Unit
@@ -26,8 +26,8 @@ _NOTHING = {
 }
 
 
-def curves_section(title: str, shown: Sequence[ShownRun], metrics: Sequence[str], x: Unit) -> Markup:
-    """Draw each metric of all runs over each other."""
+def curves_section(title: str, shown: Sequence[ShownRun], metrics: Sequence[str], x: Unit, note: str = "") -> Markup:
+    """Draw each metric of all runs over each other; the note stands beside the title."""
     # 1. The lines of each figure.
     lines_by_metric: dict[str, list[Line]] = {}
     for name in metrics:
@@ -57,7 +57,7 @@ def curves_section(title: str, shown: Sequence[ShownRun], metrics: Sequence[str]
     style = "charts overlaid"
     if len(shown) > COLOURS:
         style += " many"
-    return section(title, tag("div", *figures, class_=style))
+    return section(title, tag("div", *figures, class_=style), note=note)
 
 
 def _lines(name: str, shown: Sequence[ShownRun], x: Unit) -> list[Line]:

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from equipoise.extensions.common.page.markup import Markup, cut, hint, join, section, table, tag
 from equipoise.extensions.common.page.page import html_page, page_header, recommendation_section
+from equipoise.extensions.report.page.sections import MOST_CHARTS
 from equipoise.extensions.runs.columns import best_run, main_metrics
 from equipoise.extensions.runs.command.curves import curves_section
 from equipoise.extensions.runs.command.parallel import parallel_section
@@ -107,12 +108,16 @@ def _sections_of_runs(runs: Sequence[Run], sweep: PurePath | None, folder: Path)
     links = [report_link(row.run, folder) for row in shown]
     # A single value of each run, such as that of a test, stands in the table alone.
     curved = [name for name in main_metrics(runs) if any(len(run.curves.get(name, ())) > 1 for run in runs)]
-    drawn = (curved or metrics)[: max(1, min(_MOST_METRICS, _MOST_LINES // len(shown)))]
+    curved = curved or metrics
+    drawn = curved[: max(1, min(MOST_CHARTS, _MOST_LINES // len(shown)))]
+    of_all = ""
+    if len(curved) > len(drawn):
+        of_all = f"{len(drawn)} of {len(curved)} metrics"
     yield tag(
         "div",
-        section("Runs", *runs_table(shown, links, metrics), note=note),
-        tag("div", curves_section("Curves by step", shown, drawn, "step")),
-        tag("div", curves_section("Curves by time", shown, drawn, "seconds")),
+        section("Runs", *runs_table(shown, links, metrics, is_sweep=sweep is not None), note=note),
+        tag("div", curves_section("Curves by step", shown, drawn, "step", of_all)),
+        tag("div", curves_section("Curves by time", shown, drawn, "seconds", of_all)),
         class_="workspace",
     )
 

@@ -101,9 +101,11 @@ function arrange() {
   heads.forEach((head, column) => {
     const button = document.createElement("button");
     button.type = "button";
-    button.textContent = button.title = head.textContent;
-    head.replaceChildren(button);
-    button.addEventListener("click", () => sort(column, head.getAttribute("aria-sort") === "ascending" ? -1 : 1));
+    button.title = head.textContent;
+    button.append(...head.childNodes);
+    head.append(button);
+    const [first, other] = head.dataset.first ? [-1, 1] : [1, -1], name = first === 1 ? "ascending" : "descending";
+    button.addEventListener("click", () => sort(column, head.getAttribute("aria-sort") === name ? other : first));
   });
   if (chosen.column >= 0 && chosen.column < heads.length) sort(chosen.column, chosen.turned);
 

@@ -2,39 +2,44 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from equipoise.extensions.common.page.markup import Markup, cut, hint, join, tag
+from equipoise.extensions.common.page.markup import Markup, breakable, cut, hint, join, tag
 from equipoise.extensions.runs.columns import Column, best_run, columns_of, further_keys, telling_columns
 from equipoise.extensions.runs.command.shown_runs import ShownRun
 from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.run import Run
+from equipoise.formats import format_number
 
 __all__ = ["beside_curves", "key_to_lines", "runs_table"]
 
 _MOST_KEYS = 12
+_KEYS_OF_SWEEP = 2
 _LONGEST_CELL = 80
 _COLOURED = ("finished", "failed", "interrupted", "running")
 
 
-def runs_table(shown: Sequence[ShownRun], links: Sequence[str | None], metrics: Sequence[str]) -> Iterator[Markup]:
+def runs_table(
+    shown: Sequence[ShownRun], links: Sequence[str | None], metrics: Sequence[str], *, is_sweep: bool = False
+) -> Iterator[Markup]:
     """Yield the table, which the script of the page sorts by `data-value`, and a note on what it lacks.
 
     Args:
         shown: The runs.
         links: For each the link to its report, if it has one.
         metrics: Names of the metrics that have columns.
+        is_sweep: Whether the runs are jobs of a sweep, whose short names leave room for more columns. Default: False.
     """
     # 1. The columns, results first.
     runs = [row.run for row in shown]
     keys = differing_keys(runs)
     columns = telling_columns(columns_of(keys[:_MOST_KEYS], metrics), runs)
     columns.sort(key=lambda column: column.kind != "result")
-    styles = _styles(columns, beside_curves(columns))
-    best = {name: _best_value(name, runs) for name in metrics}
+    styles = _styles(columns, beside_curves(columns, _KEYS_OF_SWEEP if is_sweep else 1), runs)
+    best = {name: _best_text(name, runs) for name in metrics}
 
     # 2. The rows.
     heads = [tag("th", "Run", scope="col"), tag("th", "State", scope="col")]
     for column, style in zip(columns, styles, strict=True):
-        heads.append(tag("th", cut(column.head, _LONGEST_CELL), scope="col", class_=style))
+        heads.append(_head(column, style, runs))
     rows = []
     for number, (row, link) in enumerate(zip(shown, links, strict=True)):
         cells = [*_first_cells(number, row, link)]
@@ -45,7 +50,7 @@ def runs_table(shown: Sequence[ShownRun], links: Sequence[str | None], metrics: 
     element = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="runs")
     yield tag("div", element, class_="scroll")
     if len(keys) > _MOST_KEYS:
-        yield hint(f"{further_keys(len(keys) - _MOST_KEYS)}.")
+        yield hint(f"{further_keys(len(keys) - _MOST_KEYS)}: ", tag("code", "equipoise runs --json"), " shows all.")
 
 
 def key_to_lines(row: ShownRun) -> Markup:
@@ -53,19 +58,27 @@ def key_to_lines(row: ShownRun) -> Markup:
     return tag("i", class_=f"key {row.style}")
 
 
-def beside_curves(columns: Sequence[Column]) -> list[Column]:
-    """Return the columns that stay where the table stands beside the curves: a result, and the key of most values."""
+def beside_curves(columns: Sequence[Column], most_keys: int = 1) -> list[Column]:
+    """Return the columns that stay where the table stands beside the curves: a result, and the keys of most values."""
     results = [column for column in columns if column.kind == "result"]
     keys = [column for column in columns if column.kind == "key"]
-    return results[:1] + keys[:1]
+    return results[:1] + keys[:most_keys]
 
 
-def _styles(columns: Sequence[Column], beside: Sequence[Column]) -> list[str | None]:
+def _head(column: Column, style: str | None, runs: Sequence[Run]) -> Markup:
+    """Return the head of a column; by it the script of the page knows that the greatest value is the best."""
+    first = None
+    if any(run.metrics[column.metric].mode == "max" for run in runs if column.metric in run.metrics):
+        first = "greatest"
+    return tag("th", breakable(cut(column.head, _LONGEST_CELL)), scope="col", class_=style, data_first=first)
+
+
+def _styles(columns: Sequence[Column], beside: Sequence[Column], runs: Sequence[Run]) -> list[str | None]:
     """Return the CSS classes of columns: numbers, and those that have no place beside the curves."""
     styles = []
     for column in columns:
         classes = []
-        if column.kind != "key":
+        if column.kind != "key" or all(_is_number(column.cell(run)) for run in runs):
             classes.append("number")
         if column not in beside:
             classes.append("more")
@@ -73,13 +86,22 @@ def _styles(columns: Sequence[Column], beside: Sequence[Column]) -> list[str | N
     return styles
 
 
-def _best_value(metric: str, runs: Sequence[Run]) -> float | None:
-    """Return the best value of a metric where several runs have one."""
+def _is_number(text: str) -> bool:
+    """Return whether a cell is empty or a number."""
+    try:
+        float(text or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def _best_text(metric: str, runs: Sequence[Run]) -> str | None:
+    """Return the best value of a metric as cells show it, where several runs have one."""
     best = best_run(runs, metric)
     others = [run for run in runs if run is not best]
     if best is None or best_run(others, metric) is None:
         return None
-    return best.metrics[metric].best
+    return format_number(best.metrics[metric].best)
 
 
 def _first_cells(number: int, row: ShownRun, link: str | None) -> Iterator[Markup]:
@@ -102,13 +124,14 @@ def _first_cells(number: int, row: ShownRun, link: str | None) -> Iterator[Marku
     yield tag("td", state, data_value=run.state)
 
 
-def _cell(run: Run, column: Column, style: str | None, best: Mapping[str, float | None]) -> Markup:
+def _cell(run: Run, column: Column, style: str | None, best: Mapping[str, str | None]) -> Markup:
     """Return a cell; its value for the script, where that is not its text."""
     text = cut(column.cell(run), _LONGEST_CELL)
     value = column.value(run)
     content: object = text
     if isinstance(value, float):
-        if column.head.startswith("best ") and value == best.get(column.head.removeprefix("best ")):
+        # Values that look the same stand out together.
+        if column.metric and text == best[column.metric]:
             content = tag("b", text)
         value = f"{value:.9g}"
     hidden = None

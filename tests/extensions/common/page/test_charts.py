@@ -136,9 +136,17 @@ def test_on_a_narrow_screen_every_second_word_of_boundaries_is_hidden():
     assert {word.text for word in words if "odd" in word.attributes.get("class", "")} == {"epoch 5", "epoch 15"}
 
 
-def used(folder: Path, points: list[tuple[float, float]], script: str, **given: Any) -> str:
-    """Return a page with a line after a script has run, as Chromium has it then."""
-    chart = line_chart("t", [Line(label="a", style="val", points=points)], **{"x": "step", "y": "number", **given})
+@pytest.mark.parametrize(("last", "hidden"), [(3, []), (5, ["1", "3", "5"])])
+def test_on_a_narrow_screen_every_second_word_of_many_is_hidden(last: int, hidden: list[str]):
+    words = figure((0, 0), (last, 1), x="step").all("text", "tick")
+    assert len(words) == last + 1
+    assert [word.text for word in words if "odd" in word.attributes["class"].split()] == hidden
+
+
+def used(folder: Path, points: list[tuple[float, float]], script: str, *further: Line, **given: Any) -> str:
+    """Return a page with a line, and further ones, after a script has run, as Chromium has it then."""
+    lines = [Line(label="a", style="val", points=points), *further]
+    chart = line_chart("t", lines, **{"x": "step", "y": "number", **given})
     page = html_page("t", page_header("k", "t", "now"), [section("s", chart)])
     # The policy of the page lets no other script run.
     page = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", f"<script>{script}</script></body>")
@@ -181,6 +189,20 @@ def test_an_enlarged_range_has_ticks_of_its_own(tmp_path: Path, x: str, last: in
     ticks = re.findall(r'<text class="tick fresh" x="([\d.e-]+)%"[^>]*>([^<]*)', dumped)
     assert [word for _, word in ticks] == words
     assert [round(float(place)) for place, _ in ticks] == sorted({round(float(place)) for place, _ in ticks})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+def test_the_pointer_tells_the_lines_that_have_values_there(tmp_path: Path):
+    short = Line(label="b", style="c3 dashed run-1", points=[(0.0, 4.0), (10.0, 5.0)])
+    dumped = used(tmp_path, [(float(x), float(x)) for x in range(0, 101, 4)], DRAG, short)
+    (told,) = re.findall(r'<div class="tip"[^>]*>(.*?)</div>', dumped, re.DOTALL)
+    # The drag ends at a quarter of the width, where the short line has ended long before.
+    assert re.sub("<.*?>", "", told) == "step 24\na  24"
+    dumped = used(tmp_path, [(0, 1), (100, 2)], DRAG, short)
+    (told,) = re.findall(r'<div class="tip"[^>]*>(.*?)</div>', dumped, re.DOTALL)
+    assert re.sub("<.*?>", "", told) == "step 10\na  1\nb  5"
+    assert [key.split() for key in re.findall(r'<i class="key ([^"]*)">', told)] == [["val"], ["c3", "dashed"]]
 
 
 @pytest.mark.slow

@@ -251,6 +251,12 @@ class TestSections:
         # Two in the class, one in the path, one in the file, none in the number.
         assert len(section.all("wbr")) == 4
 
+    def test_a_long_line_of_the_configuration_goes_on_to_the_right_of_its_key(self):
+        text = "a:\n  b:\n    c: 1\n  - d: 2\n" + " " * 40 + "e: 3\n"
+        pre = sections(page(configuration=text))["Configuration"].one("pre")
+        styles = [line.attributes.get("class") for line in pre.all("span")]
+        assert [style for style in styles if style != "name"] == [None, "i1", "i2", "i2", "i4"]
+
     def test_curves_name_their_last_values(self):
         curves = {"loss": {"val": {2.0: 0.25, 1.0: 0.5}, "train": {1.0: 1.5}}, "accuracy": {"": {1.0: 0.98764}}}
         figures = sections(page(curves=curves))["Learning curves"].all("figure")
