@@ -79,7 +79,7 @@ html_theme = "furo"
 html_title = "Equipoise"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_logo = "_static/logo.svg"
+html_logo = html_favicon = "_static/logo.svg"
 html_theme_options = {
     "light_css_variables": {
         "color-brand-primary": "#0b6b8a",

@@ -1,4 +1,4 @@
-"""What screen readers need and the pages of Sphinx and its theme lack."""
+"""What readers need, by eye or by ear, and the pages of Sphinx and its theme lack."""
 
 import re
 from typing import Any
@@ -13,6 +13,12 @@ _PARAMETERS = re.compile(
 )
 
 
+# A type that Sphinx has left as it stands in its sources, behind a literal.
+_LONG_TYPE = re.compile(r"<em>~(?:\w+\.)*(\w+)")
+# The head of a column without a name, as in a table whose first column holds the heads of rows.
+_EMPTY_HEAD = re.compile(r'<th class="head">\s*(?:<p>\s*</p>)?\s*</th>')
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Mend each page before it is written."""
     # The theme makes the sidebar by a function of priority 500.
@@ -23,12 +29,14 @@ def setup(app: Sphinx) -> dict[str, bool]:
 def _mend(
     app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object
 ) -> None:
-    """Add the level of the headings in the sidebar, and make plain lists of parameters."""
+    """Add the level of the headings in the sidebar, and mend the body of the page."""
     sidebar = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = sidebar.replace(
         'role="heading"', 'role="heading" aria-level="2"'
     )
-    context["body"] = _PARAMETERS.sub(_as_list, context.get("body", ""))
+    body = _PARAMETERS.sub(_as_list, context.get("body", ""))
+    body = _LONG_TYPE.sub(r"<em>\1", body)
+    context["body"] = _EMPTY_HEAD.sub('<td class="head"></td>', body)
 
 
 def _as_list(match: re.Match[str]) -> str:

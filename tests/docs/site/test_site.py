@@ -1,5 +1,6 @@
 """`make docs` builds a site without a warning, and each page has one place in its table of contents."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -53,3 +54,10 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'role="heading">' not in page + reference
     assert "<dl>" not in reference
     assert '<ul class="parameters"><li>' in reference
+    differences = (tmp_path / "site" / "docs" / "differences.html").read_text(encoding="utf-8")
+    assert '<td class="head"></td>' in differences
+    assert not re.search(r"<th[^>]*>\s*(<p>\s*</p>)?\s*</th>", differences)
+    assert "<em>~" not in reference
+    # Pages that docstrings name.
+    assert 'href="../choosing.html"' in reference
+    assert "docs/choosing.md" not in reference
