@@ -186,6 +186,15 @@ def test_the_best_job_of_a_sweep_is_named_with_its_overrides():
     assert other.one("code").text == "module.lr=0.0 seed=0"
 
 
+@pytest.mark.parametrize(
+    ("jobs", "same"), [(2, ", like job 1."), (3, ", like job 1, job 2."), (6, ", like job 1, job 2, job 3 and 2 more.")]
+)
+def test_jobs_that_are_as_good_as_the_best_one_are_named(jobs: int, same: str):
+    runs = [run(number, f"multirun/{number}", curves={"val_acc": {9.0: 0.5}}) for number in range(jobs)]
+    worse = run(9, "multirun/9", curves={"val_acc": {9.0: 0.25}})
+    assert f"Job 0 has the greatest val_acc, 0.5000{same}" in sections(page(*runs, worse))["Best job"].text
+
+
 def test_a_resumed_run_has_no_times_of_the_process_before():
     resumed = run(1, times={15.0: 0.0, 20.0: 5.0})
     assert lines(sections(page(resumed))["Curves by time"]) == [("1", "5", "0.5")]
@@ -285,6 +294,19 @@ class TestParallelCoordinates:
         assert "the better its val_loss" in found.text
         words = [each.text for each in found.all("text")]
         assert words[1:4] == ["0.1", "0.2", "0.4"]
+
+    @pytest.mark.parametrize(
+        ("decades", "words"),
+        [(1.5, ["0.1", "0.2", "0.5", "1", "2", "3.162"]), (4, ["0.1", "1", "10", "100", "1,000"])],
+    )
+    def test_a_logarithmic_axis_has_round_numbers(self, decades: float, words: list[str]):
+        rates = [10 ** (decades * number / 19 - 1) for number in range(20)]
+        runs = [
+            run(number, configuration={"lr": f"{rate:.6g}"}, curves={"val_loss": {1.0: float(number)}})
+            for number, rate in enumerate(rates)
+        ]
+        found = [each.text for each in sections(page(*runs))["Parallel coordinates"].all("text")]
+        assert found[1 : len(words) + 1] == words
 
     def test_texts_have_their_order_and_missing_values_a_gap(self):
         names = ("b", "a", None)

@@ -28,6 +28,7 @@ _MOST_AXES = 6
 _MOST_RESULTS = 2
 _MOST_LINES = 800
 _MOST_UNREADABLE = 50
+_MOST_SAME = 3
 
 
 def runs_page(
@@ -141,8 +142,13 @@ def _best_section(best: Run, runs: Sequence[Run], metric: str) -> Markup:
     if not best.overrides:
         keys = [key for key in differing_keys(runs) if key in best.configuration]
         overrides = [f"{key}={best.configuration[key]}" for key in keys]
-    words = f"Job {PurePath(best.name).name} has the {direction} {metric}, {format_number(value.best)}."
-    return recommendation_section(words, [*map(shlex.quote, overrides)], title="Best job")
+    words = f"Job {PurePath(best.name).name} has the {direction} {metric}, {format_number(value.best)}"
+    same = [run for run in runs if run is not best and metric in run.metrics and run.metrics[metric].best == value.best]
+    if same:
+        words += f", like {', '.join(f'job {PurePath(run.name).name}' for run in same[:_MOST_SAME])}"
+    if len(same) > _MOST_SAME:
+        words += f" and {len(same) - _MOST_SAME} more"
+    return recommendation_section(f"{words}.", [*map(shlex.quote, overrides)], title="Best job")
 
 
 # What was run.

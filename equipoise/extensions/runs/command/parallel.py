@@ -140,9 +140,21 @@ def _axis_of_numbers(name: str, numbers: Sequence[float]) -> _Axis | None:
     heights = [scale.place(number) if math.isfinite(number) else None for number in numbers]
     told = finite
     if len(finite) > _MOST_WORDS:
-        ticks = make_scale(finite, "number", tight=True, log=scale.log).ticks
-        told = sorted({low, *ticks, high})
+        told = sorted({low, *_round_numbers(scale), high})
     return _Axis(name, heights, _apart([(format_count(number), scale.place(number)) for number in told]))
+
+
+def _round_numbers(scale: Scale) -> Sequence[float]:
+    """Return round numbers between the ends of a scale: on a logarithmic one powers of ten, in few decades 2, 5 too."""
+    if not scale.log:
+        return make_scale((scale.low, scale.high), "number", tight=True).ticks
+    sizes = (1, 2, 5)
+    if scale.high / scale.low >= _DECADE**3:
+        sizes = (1,)
+    first = math.floor(math.log10(scale.low))
+    powers = [10.0**power for power in range(first, math.ceil(math.log10(scale.high)) + 1)]
+    numbers = [size * power for power in powers for size in sizes]
+    return [number for number in numbers if scale.low < number < scale.high]
 
 
 def _apart(marks: Sequence[_Mark]) -> list[_Mark]:
