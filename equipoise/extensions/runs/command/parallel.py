@@ -148,9 +148,9 @@ def _round_numbers(scale: Scale) -> Sequence[float]:
     """Return round numbers between the ends of a scale: on a logarithmic one powers of ten, in few decades 2, 5 too."""
     if not scale.log:
         return make_scale((scale.low, scale.high), "number", tight=True).ticks
-    sizes = (1, 2, 5)
+    sizes = [1, 2, 5]
     if scale.high / scale.low >= _DECADE**3:
-        sizes = (1,)
+        sizes = [1]
     first = math.floor(math.log10(scale.low))
     powers = [10.0**power for power in range(first, math.ceil(math.log10(scale.high)) + 1)]
     numbers = [size * power for power in powers for size in sizes]
