@@ -16,6 +16,7 @@ import psutil
 import yaml
 
 from equipoise.app.earlier_runs.configurations import flat_configuration
+from equipoise.extensions.common.page.markup import cut
 from equipoise.extensions.common.page.scales import thin
 from equipoise.extensions.report.run_file.live_values import LIVE_FILE
 from equipoise.extensions.runs.configuration import with_classes
@@ -297,7 +298,7 @@ def _count(value: Any) -> int:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return printable(str(value))[:_LONGEST_TEXT]
+    return cut(printable(str(value)), _LONGEST_TEXT)
 
 
 def _read_configuration(path: Path) -> dict[str, Any]:

@@ -148,6 +148,11 @@ class TestFound:
         (run,) = listed(capsys)
         assert (Path(run["folder"]).name, run["steps"]) == ("a", 10)
 
+    def test_a_text_that_is_cut_says_so(self, write_run: WriteRun, capsys: Any):
+        write_run("a", error="x" * 501)
+        write_run("b", error="y" * 500)
+        assert sorted(run["error"] for run in listed(capsys)) == ["x" * 499 + "…", "y" * 500]
+
     def test_runs_without_a_report_are_read_from_their_metrics(self, tmp_path: Path, monkeypatch: Any, capsys: Any):
         folder = tmp_path / "lightning_logs" / "version_0"
         folder.mkdir(parents=True)

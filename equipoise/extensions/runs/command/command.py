@@ -129,7 +129,7 @@ def _print_table(runs: Sequence[Run], console: Console) -> None:
             table.add_column(Text(column.head), justify="right")
     for row in shown_runs(runs):
         cells = [Text(column.cell(row.run) or "-") for column in columns]
-        table.add_row(Text(cut(row.name, _LONGEST_NAME)), Text(row.run.state, _STYLES[row.run.state]), *cells)
+        table.add_row(Text(row.name_of(_LONGEST_NAME)), Text(row.run.state, _STYLES[row.run.state]), *cells)
     print_table(table, console, repeated=2, leaves_out=True)
     further = len(keys) - _MOST_KEYS
     if further > 0:

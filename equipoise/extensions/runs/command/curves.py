@@ -70,7 +70,7 @@ def _lines(name: str, shown: Sequence[ShownRun], x: Unit) -> list[Line]:
         if not points:
             continue
         line = Line(
-            label=cut(row.name, _LONGEST_NAME),
+            label=row.name_of(_LONGEST_NAME),
             # The script of the page finds the lines of a row by the last class.
             style=f"{row.style} run-{number}",
             points=points,

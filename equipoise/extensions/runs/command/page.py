@@ -12,7 +12,7 @@ from equipoise.extensions.report.page.sections import MOST_CHARTS
 from equipoise.extensions.runs.columns import best_run, main_metrics
 from equipoise.extensions.runs.command.curves import curves_section
 from equipoise.extensions.runs.command.parallel import parallel_section
-from equipoise.extensions.runs.command.runs_table import key_to_lines, runs_table
+from equipoise.extensions.runs.command.runs_table import key_to_lines, name_in_parts, runs_table
 from equipoise.extensions.runs.command.shown_runs import ShownRun, shown_runs, sweep_folder, time_in_words
 from equipoise.extensions.runs.configuration import differences_between, differing_keys
 from equipoise.extensions.runs.run import Run, Unreadable
@@ -184,7 +184,11 @@ def _origins_section(shown: Sequence[ShownRun]) -> Markup:
     first = min(shown, key=lambda row: row.run.began or 0.0).run
     rows: list[list[object]] = []
     for row in shown:
-        cells: list[object] = [join(key_to_lines(row), row.name), cut(row.run.name), _first_difference(row.run, first)]
+        cells: list[object] = [
+            join(key_to_lines(row), name_in_parts(row)),
+            cut(row.run.name),
+            _first_difference(row.run, first),
+        ]
         cells += [cut(row.run.origin.get(fact, "")) for fact in columns]
         rows.append(cells)
     return section("What was run", tag("div", table(heads, rows), class_="origins"), note)

@@ -9,7 +9,7 @@ from equipoise.extensions.runs.configuration import differing_keys
 from equipoise.extensions.runs.run import Run
 from equipoise.formats import format_number
 
-__all__ = ["beside_curves", "key_to_lines", "runs_table"]
+__all__ = ["beside_curves", "key_to_lines", "name_in_parts", "runs_table"]
 
 _MOST_KEYS = 12
 _KEYS_OF_SWEEP = 2
@@ -56,6 +56,13 @@ def runs_table(
 def key_to_lines(row: ShownRun) -> Markup:
     """Return the key to the lines of a run."""
     return tag("i", class_=f"key {row.style}")
+
+
+def name_in_parts(row: ShownRun, link: str | None = None) -> Markup:
+    """Return the name of a run, which leads to a link; where there is little room, its end stays."""
+    start, end = row.name_parts
+    content = tag("span", cut(start, _LONGEST_CELL)), tag("span", end)
+    return tag("span" if link is None else "a", *content, href=link, title=cut(row.run.name), class_="run-name")
 
 
 def beside_curves(columns: Sequence[Column], most_keys: int = 1) -> list[Column]:
@@ -107,10 +114,7 @@ def _best_text(metric: str, runs: Sequence[Run]) -> str | None:
 def _first_cells(number: int, row: ShownRun, link: str | None) -> Iterator[Markup]:
     """Yield the name of a run with the key to its lines, and its state, which opens its error."""
     run = row.run
-    name = tag("span", cut(row.name, _LONGEST_CELL), title=cut(run.name))
-    if link is not None:
-        name = tag("a", cut(row.name, _LONGEST_CELL), href=link, title=cut(run.name))
-    yield tag("td", key_to_lines(row), name)
+    yield tag("td", key_to_lines(row), name_in_parts(row, link))
     style = "pill"
     if run.state in _COLOURED:
         style += f" {run.state}"

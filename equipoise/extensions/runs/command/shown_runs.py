@@ -7,12 +7,15 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import NamedTuple
 
+from equipoise.extensions.common.page.markup import cut
 from equipoise.extensions.runs.run import Run
 
 __all__ = ["COLOURS", "ShownRun", "shown_runs", "sweep_folder", "time_in_words"]
 
 # Colours in the style sheet.
 COLOURS = 20
+# Characters of the end of a name, such as the number of a job or of a seed.
+_LONGEST_END = 12
 # Folders that the command names by date and time, such as "2026-01-31/10-20-30-123456".
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)/(\d\d-\d\d-\d\d)(?:-(\d+))?$")
 
@@ -29,6 +32,21 @@ class ShownRun(NamedTuple):
     run: Run
     name: str
     style: str
+
+    @property
+    def name_parts(self) -> tuple[str, str]:
+        """The name in two parts, of which the second one must stay where there is no room for both."""
+        start, slash, end = self.name.rpartition("/")
+        if not start or len(end) > _LONGEST_END:
+            return self.name, ""
+        return start, slash + end
+
+    def name_of(self, longest: int) -> str:
+        """Return the name in at most this number of characters; a longer one has "…" before its end."""
+        start, end = self.name_parts
+        if len(self.name) > longest:
+            start = cut(f"{start}{end}", longest - len(end))
+        return start + end
 
 
 def shown_runs(runs: Sequence[Run], best: Run | None = None) -> list[ShownRun]:
