@@ -13,6 +13,9 @@ _PARAMETERS = re.compile(
 )
 
 
+# A long name, which is divided between its parts where it must be.
+_LONG_NAME = re.compile(r'(?<=<span class="pre">)[^<]{13,}')
+_BETWEEN_PARTS = re.compile(r"(?<=\w[_.(=/])(?=\w)|(?<=[a-z])(?=[A-Z])")
 # A type that Sphinx has left as it stands in its sources, behind a literal.
 _LONG_TYPE = re.compile(r"<em>~(?:\w+\.)*(\w+)")
 # The head of a column without a name, as in a table whose first column holds the heads of rows.
@@ -36,6 +39,7 @@ def _mend(
     )
     body = _PARAMETERS.sub(_as_list, context.get("body", ""))
     body = _LONG_TYPE.sub(r"<em>\1", body)
+    body = _LONG_NAME.sub(lambda name: _BETWEEN_PARTS.sub("<wbr>", name[0]), body)
     context["body"] = _EMPTY_HEAD.sub('<td class="head"></td>', body)
 
 

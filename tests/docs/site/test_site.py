@@ -58,6 +58,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert '<td class="head"></td>' in differences
     assert not re.search(r"<th[^>]*>\s*(<p>\s*</p>)?\s*</th>", differences)
     assert "<em>~" not in reference
+    assert '<span class="pre">accumulate_<wbr>grad_<wbr>batches</span>' in differences
+    assert '<span class="pre">Early<wbr>Stopping</span>' in differences
     # Pages that docstrings name.
     assert 'href="../choosing.html"' in reference
     assert "docs/choosing.md" not in reference

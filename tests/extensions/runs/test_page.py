@@ -238,7 +238,7 @@ def test_values_that_are_not_finite_and_runs_without_values_are_drawn():
     odd = run(1, curves={"loss": {0.0: math.nan, 1.0: math.inf}, "none": {}}, epochs=None, seconds=None, peak_memory={})
     document = page(odd, run(2, curves={}, configuration={}, origin={}))
     assert "No value is a finite number." in document.text
-    assert sections(page())["Runs"].one("p").text == "There are none."
+    assert sections(page())["Runs"].one("p").text == "There are none. equipoise fit begins one."
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def _sections(
     if runs:
         yield from _sections_of_runs(runs, sweep, folder)
     else:
-        yield section("Runs", hint("There are none."))
+        yield section("Runs", hint("There are none. ", tag("code", "equipoise fit"), " begins one."))
     if unreadable:
         rows = [(cut(failure.path), cut(failure.reason)) for failure in unreadable[:_MOST_UNREADABLE]]
         yield section("Not read", table(("File", "Reason"), rows), note=f"{len(unreadable)}")
