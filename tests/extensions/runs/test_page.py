@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from equipoise.extensions.runs.command.page import runs_page
 from equipoise.extensions.runs.command.shown_runs import shown_runs
 from equipoise.extensions.runs.run import Run, Unreadable
+from tests.extensions.common.page.browser import after_script, needs_browser
 from tests.extensions.common.page.parsing import Element, check_closed, parse, sections
 
 ATTACK = '"></title></script></style><script>alert(1)</script><img src=x onerror=\'a()\' alt="b">&amp;'
@@ -95,6 +97,25 @@ def test_columns_are_sorted_from_their_best_value_and_numbers_stand_on_the_right
     assert {name for name, attributes in heads.items() if "number" not in attributes.get("class", "")} == {
         *("Run", "State", "kind")
     }
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_first_click_puts_the_best_value_on_top_and_a_second_one_the_worst(tmp_path: Path):
+    values = (0.25, 0.75, 0.5)
+    runs = [
+        run(number, curves={"val_acc": {9.0: value}, "val_loss": {9.0: 1 - value}})
+        for number, value in enumerate(values)
+    ]
+    html = runs_page(runs, (), tmp_path)
+
+    def order(column: int, clicks: int) -> list[str]:
+        script = f"document.querySelectorAll('.runs th button')[{column}].click();" * clicks
+        return re.findall(r'<tr data-run="(\d)"', after_script(html, script, tmp_path))
+
+    # Of accuracies the greatest is the best, of losses the least.
+    assert [order(2, 1), order(2, 2)] == [["1", "2", "0"], ["0", "2", "1"]]
+    assert [order(3, 1), order(3, 2)] == [["1", "2", "0"], ["0", "2", "1"]]
 
 
 def test_values_that_look_the_same_stand_out_together():

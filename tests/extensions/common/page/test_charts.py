@@ -3,8 +3,6 @@
 import math
 import random
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ from equipoise.extensions.common.page.charts import Boundary, Line, Mark, line_c
 from equipoise.extensions.common.page.markup import section
 from equipoise.extensions.common.page.page import html_page, page_header
 from equipoise.extensions.common.page.scales import make_scale, thin
+from tests.extensions.common.page.browser import after_script, needs_browser
 from tests.extensions.common.page.parsing import Element, parse
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def figure(*points: tuple[float, float], **given: object) -> Element:
@@ -148,12 +145,7 @@ def used(folder: Path, points: list[tuple[float, float]], script: str, *further:
     lines = [Line(label="a", style="val", points=points), *further]
     chart = line_chart("t", lines, **{"x": "step", "y": "number", **given})
     page = html_page("t", page_header("k", "t", "now"), [section("s", chart)])
-    # The policy of the page lets no other script run.
-    page = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", f"<script>{script}</script></body>")
-    (folder / "page.html").write_text(page)
-    assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--dump-dom", str(folder / "page.html")]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    return after_script(page, script, folder)
 
 
 # The user drags from 20% to 25% of the width.
@@ -174,7 +166,7 @@ SWITCH = """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+@needs_browser
 @pytest.mark.parametrize(
     ("x", "last", "words"),
     [
@@ -192,7 +184,7 @@ def test_an_enlarged_range_has_ticks_of_its_own(tmp_path: Path, x: str, last: in
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+@needs_browser
 def test_the_pointer_tells_the_lines_that_have_values_there(tmp_path: Path):
     short = Line(label="b", style="c3 dashed run-1", points=[(0.0, 4.0), (10.0, 5.0)])
     dumped = used(tmp_path, [(float(x), float(x)) for x in range(0, 101, 4)], DRAG, short)
@@ -206,7 +198,7 @@ def test_the_pointer_tells_the_lines_that_have_values_there(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+@needs_browser
 def test_an_axis_is_logarithmic_and_linear_again(tmp_path: Path):
     points = [(0, 0.01), (1, math.nan), (2, 0.1), (3, 1.0)]
 
@@ -225,7 +217,7 @@ def test_an_axis_is_logarithmic_and_linear_again(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+@needs_browser
 @pytest.mark.parametrize(("least", "unit"), [(0.0, "number"), (0.2, "number"), (0.001, "bytes")])
 def test_where_no_decade_is_spanned_there_is_no_switch(tmp_path: Path, least: float, unit: str):
     dumped = used(tmp_path, [(0, least), (1, 1.0)], "", y=unit)
