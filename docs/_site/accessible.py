@@ -1,6 +1,7 @@
 """What readers need, by eye or by ear, and the pages of Sphinx and its theme lack."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -26,6 +27,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Mend each page before it is written."""
     # The theme makes the sidebar by a function of priority 500.
     app.connect("html-page-context", _mend, priority=600)
+    app.connect("build-finished", _name_sidebars)
     return {"parallel_read_safe": True}
 
 
@@ -41,6 +43,19 @@ def _mend(
     body = _LONG_TYPE.sub(r"<em>\1", body)
     body = _LONG_NAME.sub(lambda name: _BETWEEN_PARTS.sub("<wbr>", name[0]), body)
     context["body"] = _EMPTY_HEAD.sub('<td class="head"></td>', body)
+
+
+def _name_sidebars(app: Sphinx, error: Exception | None) -> None:
+    """Tell the two sidebars of the theme's pages apart, for which no template has a place."""
+    if error is not None or app.builder.format != "html":
+        return
+    for path in Path(app.outdir).rglob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        named = page.replace(
+            '<aside class="sidebar', '<aside aria-label="Site" class="sidebar'
+        )
+        if named != page:
+            path.write_text(named, encoding="utf-8")
 
 
 def _as_list(match: re.Match[str]) -> str:

@@ -52,6 +52,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     # What screen readers need: headings have a level, lists of descriptions have terms.
     assert 'role="heading" aria-level="2"' in page
     assert 'role="heading">' not in page + reference
+    assert '<aside aria-label="Site" class="sidebar-drawer">' in page
     assert "<dl>" not in reference
     assert '<ul class="parameters"><li>' in reference
     differences = (tmp_path / "site" / "docs" / "differences.html").read_text(encoding="utf-8")
