@@ -14,6 +14,17 @@ __all__ = ["attribute_meant", "hint_of_argument", "refuse_misfits"]
 # Names of arguments that a message lists.
 _MOST_NAMES = 15
 _KINDS_OF_DEVICES = ("cpu", "cuda", "gpu", "mps")
+# What is an argument elsewhere, by its name or by its key in a configuration.
+_PLACES = {
+    "data.batch_size": "`DataLoader(batch_size=...)`",
+    "data.num_workers": "`DataLoader(num_workers=...)`",
+    "module.lr": "`configure_optimizers` of the module",
+    "module": "`fit(model=...)`",
+    "data": "`fit(datamodule=...)`",
+    "train_dataloader": "`fit(train_dataloaders=...)`",
+    "train_dataloaders": "`fit(train_dataloaders=...)`",
+    "val_dataloaders": "`fit(val_dataloaders=...)`",
+}
 
 
 def refuse_misfits(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -52,7 +63,13 @@ def refuse_misfits(function: Callable[..., Any], arguments: Sequence[Any], optio
             f"{owner} takes no argument {unknown[0]!r}; {hint_of_argument(unknown[0], parameters)}"
         ) from None
     if by_position and reason.startswith("too many positional"):
-        text = f"{by_position[-1]!r:.60}"
+        text = _described(by_position[-1])
+        if not parameters:
+            raise ConfigurationTypeError(f"{owner} takes no arguments, but was given {text}.") from None
+        if "fast_dev_run" in parameters and hasattr(by_position[-1], "named_modules"):
+            raise ConfigurationTypeError(
+                f"{owner} takes no module: it is the first argument of `fit`, as in Trainer(...).fit(module, data)."
+            ) from None
         if "devices" not in parameters and _are_devices(by_position[-1]):
             raise ConfigurationTypeError(
                 f"{owner} takes no devices: give them to the trainer, as in Trainer(devices={text}, strategy=...)."
@@ -109,6 +126,9 @@ def hint_of_argument(name: str, parameters: Collection[str]) -> str:
     matches += get_close_matches(name, parameters, n=1)
     if matches:
         return f"did you mean {matches[0]!r}?"
+    elsewhere = _PLACES.get(name) or next((_PLACES[key] for key in meant or keys_named(name) if key in _PLACES), None)
+    if elsewhere is not None:
+        return f"did you mean {elsewhere}?"
     return f"there are: {_listed(parameters)}"
 
 
@@ -131,6 +151,12 @@ def _are_devices(value: Any) -> bool:
     return bool(items) and all(str(item).partition(":")[0] in _KINDS_OF_DEVICES for item in items)
 
 
+def _described(value: Any) -> str:
+    """Return the text of a value in one line, and of a large object its class alone."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"an object of {type(value).__name__}"
+
+
 def _listed(names: Collection[str]) -> str:
-    listed = ", ".join(list(names)[:_MOST_NAMES])
+    listed = ", ".join(list(names)[:_MOST_NAMES]) or "none"
     return f"{listed} ..." if len(names) > _MOST_NAMES else f"{listed}."

@@ -92,17 +92,24 @@ _OPTIONS = {
 }
 
 
-# Hooks of Lightning 1.x.
+# Hooks of Lightning 1.x and of other libraries, and steps.
 _HOOKS = {
-    "on_train_epoch_start": "on_epoch_start",
+    "training_step": "train_step",
+    "validation_step": "val_step valid_step eval_step",
+    "predict_step": "prediction_step",
+    "configure_optimizers": "get_optimizers make_optimizers setup_optimizers",
+    "on_train_start": "on_train_begin on_fit_begin",
+    "on_train_epoch_start": "on_epoch_start on_epoch_begin on_train_epoch_begin",
     "on_train_epoch_end": "on_epoch_end",
-    "on_train_batch_start": "on_batch_start",
-    "on_train_batch_end": "on_batch_end",
+    "on_train_batch_start": "on_batch_start on_batch_begin on_train_batch_begin on_step_begin",
+    "on_train_batch_end": "on_batch_end on_step_end",
+    "on_validation_start": "on_validation_begin on_evaluate_begin",
+    "on_validation_end": "on_evaluate on_evaluate_end",
 }
 
 
 def meant_hooks(word: str) -> list[str]:
-    """Return the hooks that the name of a method may stand for.
+    """Return the hooks and steps that the name of a method may stand for.
 
     Example:
         >>> meant_hooks("on_epoch_end")

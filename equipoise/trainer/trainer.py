@@ -422,6 +422,7 @@ class Trainer(PublicState):
 
     # What users call in the course of a run.
 
+    @shortens_tracebacks
     def save_checkpoint(
         self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any | None = None
     ) -> None:

@@ -71,6 +71,16 @@ MISTAKES = {
     "predict_memory: missing a required argument: 'module'.": "equipoise.predict_memory()",
     "every_n_steps must be an integer of at least 1, not 0.": "equipoise.MemoryLogger(every_n_steps=0)",
     "max_epochs must be an integer": "Trainer(max_epochs='10')",
+    "RunReport takes no arguments, but was given 3.": "equipoise.RunReport(3)",
+    "Trainer takes no module: it is the first argument of `fit`, as in Trainer(...).fit(module,": "Trainer(Net())",
+    "Trainer takes no argument 'batch_size'; did you mean `DataLoader(batch_size=...)`?": "Trainer(batch_size=32)",
+    "Trainer takes no argument 'learning_rate'; did you mean `configure_optimizers` of the module?": (
+        "Trainer(learning_rate=0.1)"
+    ),
+    "Trainer takes no argument 'train_dataloader'; did you mean `fit(train_dataloaders=...)`?": (
+        "Trainer(train_dataloader=loader)"
+    ),
+    "A checkpoint holds a module, but no run has brought one yet.": "trainer().save_checkpoint('a.ckpt')",
     # Names.
     "cannot import name 'ModelCheckpoint' from 'equipoise'; it is Lightning's: from lightning.pytorch.callbacks import"
     " ModelCheckpoint": "from equipoise import ModelCheckpoint",
@@ -94,6 +104,16 @@ trainer().fit(Net(), datamodule=Data())
     "`Steps.optimizer_step` is called with (epoch, batch_idx, optimizer, optimizer_closure)": """
 class Steps(Net):
     def optimizer_step(self):
+        pass
+
+trainer().fit(Steps(), loader)
+""",
+    "does not define `training_step`. Rename `train_step`.": """
+class Steps(equipoise.LightningModule):
+    def train_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
         pass
 
 trainer().fit(Steps(), loader)
@@ -127,6 +147,13 @@ class Detached(Net):
 trainer().fit(Detached(), loader)
 """,
     # An error of a library.
+    "A data set defines `__len__`. One without a length derives from IterableDataset.": """
+class Endless(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return torch.zeros(4), 0
+
+trainer().fit(Net(), torch.utils.data.DataLoader(Endless(), batch_size=2))
+""",
     "Samples of different shapes cannot be stacked to a batch": (
         "trainer().fit(Net(), torch.utils.data.DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=2))"
     ),

@@ -25,13 +25,13 @@ def test_arguments_of_the_trainer(given: dict[str, object], meant: str) -> None:
         Trainer(**given)
 
 
-def test_hooks_of_older_versions() -> None:
-    class Older(Callback):
-        def on_epoch_end(self, trainer: object, module: object) -> None:
-            pass
-
-    with pytest.warns(UserWarning, match="did you mean `on_train_epoch_end`?"):
-        trainer(max_steps=1, callbacks=[Older()]).fit(Small(), loader())
+@pytest.mark.parametrize(
+    ("name", "meant"), [("on_epoch_end", "on_train_epoch_end"), ("on_train_begin", "on_train_start")]
+)
+def test_hooks_of_other_names(name: str, meant: str) -> None:
+    kind = type("Older", (Callback,), {name: lambda self, trainer, module: None})
+    with pytest.warns(UserWarning, match=rf"did you mean `{meant}`\?"):
+        trainer(max_steps=1, callbacks=[kind()]).fit(Small(), loader())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.notices import rank_zero_warn
 from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.parallel.snapshot.random_state import drawn_alike
-from equipoise.strategies.distributed.epoch_length import Certainty, Extent, draw_order, length_of
+from equipoise.strategies.distributed.epoch_length import Certainty, Extent, draw_order
 from equipoise.trainer.data.loader_state import Restarts, has_state
 from equipoise.trainer.data.row_loading import open_loader
 from equipoise.trainer.data.sample_counts import SampleCounts, can_count
@@ -237,9 +237,7 @@ class BatchStream:
 
     def _find_length(self) -> tuple[int, int]:
         """Read the length of a loader that is certain of it, and return that of this process and the longest."""
-        length = length_of(self.loader)
-        assert length is not None
-        own_length = longest_length = int(min(length, self._own_limit))
+        own_length = longest_length = int(min(len(self.loader), self._own_limit))
         if self._together:
             from equipoise.parallel.communication.object_exchange import exchange_number
 

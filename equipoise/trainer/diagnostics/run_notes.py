@@ -28,7 +28,7 @@ _LIMITS = {
 
 
 def add_run_notes(error: BaseException) -> None:
-    """Add notes on limits of the process, on samples that cannot be stacked, and on a device mesh that is not there.
+    """Add notes on limits of the process, on data that cannot be read, and on a device mesh that is not there.
 
     Args:
         error: Any error of a run.
@@ -46,6 +46,8 @@ def add_run_notes(error: BaseException) -> None:
             "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"
             " them, such as with `torch.nn.utils.rnn.pad_sequence`, or that returns a list."
         )
+    if "has no len()" in message and frames[-1].f_globals["__name__"].startswith("torch.utils.data."):
+        error.add_note("A data set defines `__len__`. One without a length derives from IterableDataset.")
     if "NoneType" in message and any(map(_asks_for_mesh, frames)):
         error.add_note(
             "`self.device_mesh` is None: only strategy='fsdp' makes one, with several devices, for modules that cut"

@@ -152,7 +152,10 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
     needed = _ENTRIES[fn].needed
     for method in needed:
         if not is_overridden(method, module):
-            mistyped = [other for other in dir(module) if other != method and similar_step(other) == method]
+            from equipoise.names.synonyms import meant_hooks
+
+            names = (other for other in dir(module) if other != method)
+            mistyped = [other for other in names if method in (similar_step(other), *meant_hooks(other))]
             remedy = f"Rename `{mistyped[0]}`." if mistyped else "Define it."
             listed = " and ".join(f"`{each}`" for each in needed)
             raise ConfigurationError(f"`{fn.value}` needs {listed}, but {name} does not define `{method}`. {remedy}")
