@@ -9,7 +9,7 @@ from typing import Any
 from equipoise.errors import ConfigurationTypeError
 from equipoise.names.synonyms import keys_named, meant_commands, meant_keys
 
-__all__ = ["attribute_meant", "hint_of_argument", "refuse_misfits"]
+__all__ = ["attribute_meant", "described", "hint_of_argument", "refuse_misfits"]
 
 # Names of arguments that a message lists.
 _MOST_NAMES = 15
@@ -63,7 +63,7 @@ def refuse_misfits(function: Callable[..., Any], arguments: Sequence[Any], optio
             f"{owner} takes no argument {unknown[0]!r}; {hint_of_argument(unknown[0], parameters)}"
         ) from None
     if by_position and reason.startswith("too many positional"):
-        text = _described(by_position[-1])
+        text = described(by_position[-1])
         if not parameters:
             raise ConfigurationTypeError(f"{owner} takes no arguments, but was given {text}.") from None
         if "fast_dev_run" in parameters and hasattr(by_position[-1], "named_modules"):
@@ -151,8 +151,15 @@ def _are_devices(value: Any) -> bool:
     return bool(items) and all(str(item).partition(":")[0] in _KINDS_OF_DEVICES for item in items)
 
 
-def _described(value: Any) -> str:
-    """Return the text of a value in one line, and of a large object its class alone."""
+def described(value: Any) -> str:
+    """Return the text of a value that a message refuses: one line; of a large object its class alone.
+
+    Example:
+        >>> described(dict)
+        'the class dict: pass an object, dict(...)'
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}: pass an object, {value.__name__}(...)"
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"an object of {type(value).__name__}"
 

@@ -1,8 +1,17 @@
 """Words of other libraries, of older versions and of everyday speech for what has another name here."""
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 
-__all__ = ["FOREIGN_PRECISIONS", "keys_named", "meant_commands", "meant_hooks", "meant_keys", "meant_options"]
+__all__ = [
+    "FOREIGN_PRECISIONS",
+    "keys_named",
+    "meant_commands",
+    "meant_hooks",
+    "meant_keys",
+    "meant_options",
+    "similar_step",
+]
 
 # By the key of a configuration: other words for it.
 _KEYS = {
@@ -92,6 +101,9 @@ _OPTIONS = {
 }
 
 
+# Methods without the prefix `on_`. Names of a user's own methods are often similar, so they must be almost the same.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_model")
+_MIN_SIMILARITY_OF_STEPS = 0.9
 # Hooks of Lightning 1.x and of other libraries, and steps.
 _HOOKS = {
     "training_step": "train_step",
@@ -106,6 +118,16 @@ _HOOKS = {
     "on_validation_start": "on_validation_begin on_evaluate_begin",
     "on_validation_end": "on_evaluate on_evaluate_end",
 }
+
+
+def similar_step(name: str) -> str | None:
+    """Return the step of a module whose name is almost the same as another name; None if there is none.
+
+    Args:
+        name: The name of a method.
+    """
+    similar = get_close_matches(name, _STEPS, n=1, cutoff=_MIN_SIMILARITY_OF_STEPS)
+    return next(iter(similar), None)
 
 
 def meant_hooks(word: str) -> list[str]:

@@ -81,6 +81,8 @@ MISTAKES = {
         "Trainer(train_dataloader=loader)"
     ),
     "A checkpoint holds a module, but no run has brought one yet.": "trainer().save_checkpoint('a.ckpt')",
+    "not the class DDPStrategy: pass an object, DDPStrategy(...).": ("trainer(strategy=equipoise.DDPStrategy)"),
+    "datamodule must be an object of LightningDataModule, not <class": "trainer().fit(Net(), datamodule=DataModule)",
     # Names.
     "cannot import name 'ModelCheckpoint' from 'equipoise'; it is Lightning's: from lightning.pytorch.callbacks import"
     " ModelCheckpoint": "from equipoise import ModelCheckpoint",
@@ -117,6 +119,14 @@ class Steps(equipoise.LightningModule):
         pass
 
 trainer().fit(Steps(), loader)
+""",
+    "Assigns.train_dataloader is a method, but was set to DataLoader.": """
+class Assigns(DataModule):
+    def __init__(self):
+        super().__init__()
+        self.train_dataloader = loader
+
+trainer().fit(Net(), datamodule=Assigns())
 """,
     # Steps.
     "it must have a single element. Try `.mean()`.": """

@@ -14,6 +14,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities import model_helpers
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from equipoise.errors import ConfigurationTypeError
+
 __all__ = ["base_of", "is_a", "is_overridden", "is_stock", "module_classes", "takes_iterator", "with_index"]
 
 _OLDER = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
@@ -77,6 +79,9 @@ def is_overridden(name: str, value: Any) -> bool:
         name: The method's name.
         value: The object; None overrides nothing.
     """
+    own = getattr(value, "__dict__", {}).get(name, is_overridden)
+    if not callable(own):
+        raise ConfigurationTypeError(f"{type(value).__name__}.{name} is a method, but was set to {type(own).__name__}.")
     for kind in (LightningModule, LightningDataModule, Callback):
         if is_a(value, kind):
             return model_helpers.is_overridden(name, value, base_of(value, kind))

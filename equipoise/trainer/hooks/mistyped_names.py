@@ -11,13 +11,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from equipoise.callbacks.callback import Callback
 from equipoise.notices import warn_of_method
 
-__all__ = ["similar_step", "warn_of_mistyped_hooks"]
+__all__ = ["warn_of_mistyped_hooks"]
 
 # Smallest similarity of a mistyped name to a hook, a ratio of `difflib` from 0 to 1.
 _MIN_SIMILARITY = 0.75
-# Methods without the prefix `on_`. Names of a user's own methods are often similar, so they must be almost the same.
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_model")
-_MIN_SIMILARITY_OF_STEPS = 0.9
 # Folders of installed packages, whose code the user did not write.
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -66,10 +63,10 @@ def _meant(name: str, kind: type, base: type) -> str | None:
     """Return the hook that the name of a method resembles; None if it is one, or resembles none."""
     if hasattr(base, name):
         return None
+    from equipoise.names.synonyms import meant_hooks, similar_step
+
     similar = None
     if name.startswith("on_"):
-        from equipoise.names.synonyms import meant_hooks
-
         hooks = [hook for hook in dir(base) if hook.startswith("on_")]
         near = [*meant_hooks(name), *get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)]
         similar = next(iter(near), None)
@@ -82,16 +79,6 @@ def _meant(name: str, kind: type, base: type) -> str | None:
         if name in vars(parent) and not _is_users(parent):
             return None
     return similar
-
-
-def similar_step(name: str) -> str | None:
-    """Return the step of a module whose name is almost the same as another name; None if there is none.
-
-    Args:
-        name: The name of a method.
-    """
-    similar = get_close_matches(name, _STEPS, n=1, cutoff=_MIN_SIMILARITY_OF_STEPS)
-    return next(iter(similar), None)
 
 
 def _methods_of_user(kind: type) -> Iterator[tuple[str, FunctionType]]:

@@ -23,7 +23,7 @@ from equipoise.precision import Precision
 from equipoise.strategies.strategy import Strategy
 from equipoise.trainer.data.loaders import Source
 from equipoise.trainer.hooks.hooks import Hooks
-from equipoise.trainer.hooks.mistyped_names import similar_step, warn_of_mistyped_hooks
+from equipoise.trainer.hooks.mistyped_names import warn_of_mistyped_hooks
 from equipoise.trainer.hooks.signatures import check_hook_signatures
 from equipoise.trainer.optimization.steps.step_extension import step_extensions
 from equipoise.trainer.runtime.run_data import RunData
@@ -152,7 +152,7 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
     needed = _ENTRIES[fn].needed
     for method in needed:
         if not is_overridden(method, module):
-            from equipoise.names.synonyms import meant_hooks
+            from equipoise.names.synonyms import meant_hooks, similar_step
 
             names = (other for other in dir(module) if other != method)
             mistyped = [other for other in names if method in (similar_step(other), *meant_hooks(other))]
@@ -254,7 +254,7 @@ def data_of(loaders: Any, datamodule: Any, val_loaders: Any = None) -> tuple[Any
 
     # 3. One of both.
     if datamodule is not None and not is_a(datamodule, LightningDataModule):
-        raise ConfigurationError(f"datamodule must be a LightningDataModule, not a {type(datamodule).__name__}.")
+        raise ConfigurationError(f"datamodule must be an object of LightningDataModule, not {datamodule!r}.")
     if datamodule is not None and (loaders is not None or val_loaders is not None):
         raise ConfigurationError("Both loaders and a datamodule were passed. Pass one of them.")
     return loaders, datamodule

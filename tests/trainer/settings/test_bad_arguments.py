@@ -76,7 +76,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     # Names and numbers
     ({"strategy": "single_devic"}, ["not 'single_devic'", "Did you mean 'single_device'?"]),
     ({"strategy": "nonsense"}, ["strategy must be one of 'auto', 'single_device'", "not 'nonsense'"]),
-    ({"strategy": SingleDeviceStrategy}, ["SingleDeviceStrategy()", "not <class"]),
+    ({"strategy": SingleDeviceStrategy}, ["SingleDeviceStrategy()", "not the class"]),
     ({"strategy": None}, ["strategy must be a name", "not None"]),
     ({"precision": 8}, ["'bf16-mixed'", "8 was given"]),
     ({"profiler": "simpel"}, ["'simple', 'advanced', 'pytorch'", "Did you mean 'simple'?"]),

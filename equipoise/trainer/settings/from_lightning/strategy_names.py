@@ -74,7 +74,9 @@ def refuse_object(strategy: Any) -> None:
     Raises:
         ConfigurationError: Always. For a strategy of Lightning's, the message names an alternative.
     """
-    message = f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {strategy!r}."
+    from equipoise.names.misfits import described
+
+    message = f"strategy must be a name, or a Strategy such as SingleDeviceStrategy(), not {described(strategy)}."
     if not is_lightning_strategy(strategy):
         raise ConfigurationError(message)
     # Classes derived from Lightning's strategies count as those.
