@@ -16,16 +16,13 @@ from typing import Any, ClassVar
 
 import hydra
 import lightning.pytorch.callbacks as lightning_callbacks
-import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.build import check_values, plain_values
 from equipoise.app.config.checks import import_paths
@@ -35,7 +32,7 @@ from equipoise.app.config.schema import config_class, option_name
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.app.config.unused_keys import warn_of_unused_keys
 from equipoise.app.help import describe_all, describe_key
-from equipoise.app.hydra_errors import explain, options
+from equipoise.app.hydra_errors import explained, options
 from equipoise.app.output import is_job_of_sweep
 from equipoise.app.running import run
 from equipoise.app.sweeps.batches import launcher_of
@@ -165,22 +162,21 @@ def main(stage: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
         return None
 
     try:
-        if is_sweep(arguments):
-            rank = launched_rank()
-            if rank is not None:
-                refuse_sweep(rank)
-            _check_first_trial(arguments, folders)
-        with collected_results() as results, results_of_other_launchers(results) as notes:
-            _hydra(task, arguments, folders)
-        for failure in failures:
-            raise failure
+        with explained(folders):
+            if is_sweep(arguments):
+                rank = launched_rank()
+                if rank is not None:
+                    refuse_sweep(rank)
+                _check_first_trial(arguments, folders)
+            with collected_results() as results, results_of_other_launchers(results) as notes:
+                _hydra(task, arguments, folders)
+            for failure in failures:
+                raise failure
     except ConfigurationError:
         # It is a MisconfigurationException, too, and may have notes.
         raise
     except MisconfigurationException as error:
         raise ConfigurationError(str(error)) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigurationError(explain(error, folders)) from error
     except ValueError as error:
         if "Config group override must be" not in str(error):
             raise
@@ -314,11 +310,12 @@ def _composed(overrides: Sequence[str], folders: Sequence[Path], config_name: st
     """Compose a configuration without a run. In the block, classes beside the folders can be imported."""
     _refuse_missing(overrides)
     _SearchPath.folders = folders[1:]
-    try:
-        with import_paths(folders), hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
-            yield hydra.compose(config_name, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigurationError(explain(error, folders)) from error
+    with (
+        explained(folders),
+        import_paths(folders),
+        hydra.initialize_config_dir(str(folders[0]), version_base="1.3"),
+    ):
+        yield hydra.compose(config_name, overrides=list(overrides))
 
 
 def compose_values(arguments: Sequence[str], folders: Sequence[Path], output: Path) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -18,9 +20,11 @@ import equipoise
 from equipoise.app.config.checks import import_paths, takes_argument
 from equipoise.app.config.keys import GROUPS, KEYS
 from equipoise.app.config.suggestions import did_you_mean, unknown_trainer_key
+from equipoise.app.output import cannot_be_made
+from equipoise.errors import ConfigurationError
 from equipoise.names.synonyms import meant_keys, meant_options
 
-__all__ = ["explain", "options"]
+__all__ = ["explain", "explained", "options"]
 
 # Groups of which a run may choose several options.
 _GROUPS_OF_MAPPINGS = ("callbacks", "logger")
@@ -28,6 +32,27 @@ _GROUPS_OF_MAPPINGS = ("callbacks", "logger")
 _OPTIMISERS = ("optim", "optimiser", "optimizer", "optimizers", "scheduler", "lr_scheduler")
 # First words of the options that packages of Hydra add to its launchers and sweepers.
 _PLUGINS = ("ax", "joblib", "nevergrad", "optuna", "ray", "rq", "submitit")
+
+
+@contextmanager
+def explained(folders: Sequence[Path] = ()) -> Iterator[None]:
+    """Turn errors of Hydra in the block into one message each.
+
+    Args:
+        folders: The folders with configurations, as for `main`. Default: none, while Hydra runs.
+
+    Raises:
+        ConfigurationError: In place of an error of Hydra.
+    """
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigurationError(explain(error, folders)) from error
+    except (AssertionError, OSError) as error:
+        message = _explain_by_place(error)
+        if message is None:
+            raise
+        raise ConfigurationError(message) from error
 
 
 def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
@@ -60,6 +85,21 @@ def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
 
     # 3. Else the text does.
     return _explain_text(text, folders)
+
+
+def _explain_by_place(error: AssertionError | OSError) -> str | None:
+    """Return the message for an error that says nothing of Hydra, which raised it; None for any other."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_globals["__name__"] != "pathlib"]
+    place = f"{frames[-1].f_globals['__name__']}.{frames[-1].f_code.co_name}"
+    if isinstance(error, OSError) and place == "hydra.core.utils.run_job":
+        return cannot_be_made(error, "hydra.run.dir")
+    if place == "hydra.core.default_element.get_name":
+        return _early_override(frames[-1].f_locals["self"].group, "the groups that follow")
+    return None
+
+
+def _early_override(group: str, later: str) -> str:
+    return f"A defaults list ends with its overrides: move `override {group}` below {later}."
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -171,7 +211,23 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
         argument, key, several = match.groups()
         return f"{argument} gives several values: --multirun runs each of them, {key}=[{several}] is one list."
 
-    # 6. Any other text, without the list of folders after it.
+    # 6. A list of defaults in another order, or with a group twice.
+    match = re.match(r"(In \S+): Override '(\S+) : .*' is defined before '(\S+): ", text)
+    if match:
+        file, group, later = match.groups()
+        return f"{file}: {_early_override(group, later)}"
+    match = re.match(r"(\S+) appears more than once in the final defaults list", text)
+    if match:
+        return f"{match[1]} is chosen twice: write {match[1]}=NAME, without a plus, to choose another option."
+
+    # 7. A key that is there, added.
+    match = re.match(
+        r"Could not append to config. An item is already at '(.*)'.\s+Either remove \+ prefix: '(.*)'", text
+    )
+    if match:
+        return f"The configuration has the key {match[1]!r}: write {match[2]}, without a plus, to change it."
+
+    # 8. Any other text, without the list of folders after it.
     message, _, _ = text.partition("\nConfig search path")
     return message.strip()
 

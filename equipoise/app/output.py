@@ -9,11 +9,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from equipoise.errors import ConfigurationError
 from equipoise.interop.remote.paths import AnyPath
 from equipoise.trainer.checkpointing.file import completion_time
 from equipoise.trainer.logging.csv_rows import put_aside
 
-__all__ = ["begun_folder", "is_job_of_sweep", "remove_if_empty", "without_empty_folder"]
+__all__ = ["begun_folder", "cannot_be_made", "is_job_of_sweep", "remove_if_empty", "without_empty_folder"]
 
 # A logger writes it before the first step.
 _HYPERPARAMETERS = "hparams.yaml"
@@ -22,6 +23,17 @@ _HYPERPARAMETERS = "hparams.yaml"
 def is_job_of_sweep() -> bool:
     """Return True in a job of a sweep, whichever process runs it."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def cannot_be_made(error: OSError, key: str) -> str:
+    """Return the message about a folder of a run that the operating system refuses.
+
+    Args:
+        error: The refusal.
+        key: The key that names the folder.
+    """
+    reason = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
+    return f"The folder of the run cannot be made ({reason}). Name another, as in {key}=FOLDER."
 
 
 @contextlib.contextmanager
@@ -36,7 +48,10 @@ def begun_folder(output: AnyPath, values: Mapping[str, Any]) -> Iterator[None]:
         values: Its configuration in plain values.
     """
     # 1. What an earlier run has left there.
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(cannot_be_made(error, "output_dir")) from error
     configuration, metrics = output / "config.yaml", output / "metrics.csv"
     earlier = configuration.read_text(encoding="utf-8") if configuration.is_file() else None
     # A resumed run appends to the metrics of the earlier one; all others begin a new file.

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from equipoise.app.batch_size import with_batch_size
 from equipoise.app.build import (
@@ -31,7 +29,7 @@ from equipoise.app.build import (
     overrides,
     plain_values,
 )
-from equipoise.app.hydra_errors import explain
+from equipoise.app.hydra_errors import explained
 from equipoise.app.output import begun_folder, without_empty_folder
 from equipoise.app.sweeps.progress import callbacks_of_job, report_metrics
 from equipoise.app.torchrun import agree_with_first, check_can_share, is_first, launched_rank
@@ -81,7 +79,7 @@ def _run_in_folder(config: DictConfig, values: dict[str, Any], output: AnyPath) 
     """Run a configuration whose folder Hydra has made, which is removed if nothing comes into it."""
     # 1. Check all values.
     launcher = None
-    with _explained():
+    with explained():
         check_values(with_batch_size(values)[0])
         check_loggers(values)
         rank = launched_rank(values)
@@ -111,7 +109,7 @@ def _run_in_folder(config: DictConfig, values: dict[str, Any], output: AnyPath) 
 
 def _plain_values(config: DictConfig, stage: str | None) -> dict[str, Any]:
     """Return a configuration as plain values, with the stage that the command has chosen."""
-    with _explained():
+    with explained():
         values = _in_own_folder(plain_values(config))
     if stage is not None:
         values["stage"] = stage
@@ -142,15 +140,6 @@ def _with_text(value: Any, old: str, new: str) -> Any:
     if isinstance(value, list):
         return [_with_text(part, old, new) for part in value]
     return value
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn errors of Hydra in a block into one message."""
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error)) from error
 
 
 def _made_by_hydra(output: AnyPath) -> Path:
@@ -187,7 +176,7 @@ def run_values(values: Mapping[str, Any], callbacks: Sequence[Callback] = ()) ->
     data = None
     if values["seed"] is not None:
         seed_everything(values["seed"], workers=True)
-    with _explained():
+    with explained():
         if values.get("data"):
             data = build(values["data"], "data")
         module = build(values["module"], "module")

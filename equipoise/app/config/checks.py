@@ -64,8 +64,8 @@ def check_keys(values: Mapping[str, Any]) -> None:
         )
     seed = values["seed"]
     # By type, because isinstance counts true and false among the integers.
-    if seed is not None and type(seed) is not int:
-        raise ConfigurationError(f"seed must be a whole number or null; it is {seed!r}.")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**32):
+        raise ConfigurationError(f"seed must be a whole number from 0 to 4294967295, or null; it is {seed!r}.")
     test = values["test"]
     if type(test) is not bool:
         raise ConfigurationError(f"test must be true or false; it is {test!r}.")
