@@ -162,6 +162,8 @@ def _run(command_line: Sequence[str]) -> int:
         from equipoise.app.command_line.completion import complete
 
         complete(arguments)
+    elif name.startswith("-"):
+        raise ConfigurationError(f"Flags follow the command, as in equipoise fit {name}.")
     else:
         commands = (*STAGES, *names_of_commands())
         hint = did_you_mean(name, commands, meant=meant_commands(name, commands))

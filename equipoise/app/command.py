@@ -144,7 +144,7 @@ def seconds(name: str, text: str | None) -> float:
         # A text is as wrong as zero seconds.
         value = 0.0
     if not 0 < value < 1e6:
-        raise ConfigurationError(f"{name} takes seconds above 0, such as {name}=300, not {text!r}.")
+        raise _refusal(f"{name} takes seconds above 0, such as {name}=300", text)
     return value
 
 
@@ -154,7 +154,7 @@ def whole_number(name: str, text: str | None) -> int:
     if text is not None and text.isdecimal():
         number = int(text)
     if number == 0:
-        raise ConfigurationError(f"{name} takes a whole number from 1, such as {name}=10, not {text!r}.")
+        raise _refusal(f"{name} takes a whole number from 1, such as {name}=10", text)
     return number
 
 
@@ -164,3 +164,7 @@ def list_of_names(name: str, text: str | None) -> list[str]:
     if not all(names):
         raise ConfigurationError(f"{name} takes names, separated by commas, such as {name}=dp,ddp, not {text!r}.")
     return names
+
+
+def _refusal(rule: str, text: str | None) -> ConfigurationError:
+    return ConfigurationError(f"{rule}." if text is None else f"{rule}, not {text!r}.")

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from equipoise.app.config.annotations import name_of_type, parameters_of
 from equipoise.app.config.checks import locate
 from equipoise.app.config.keys import GROUPS
-from equipoise.app.config.suggestions import did_you_mean
+from equipoise.app.hydra_errors import unknown_key
 from equipoise.errors import ConfigurationError
 from equipoise.tables.width import output_width, wrapped
 
@@ -69,7 +69,8 @@ def describe_key(config: DictConfig, key: str) -> str:
     if parent:
         mapping = OmegaConf.select(config, parent)
     if not _has_key(mapping, name):
-        raise ConfigurationError(f"There is no key {key!r} in the configuration{_nearest_key(mapping, parent, name)}")
+        present = mapping if OmegaConf.is_dict(mapping) else {}
+        raise ConfigurationError(unknown_key(key, present))
 
     # 3. Describe the key, then the part below it, if it has one.
     lines = [_headline(mapping, key, name)]
@@ -125,16 +126,6 @@ def _written_values(mapping: DictConfig) -> dict[Any, Any]:
     """Return the values of a mapping as they are written, without resolving interpolations."""
     values: Any = OmegaConf.to_container(mapping)
     return dict(values)
-
-
-def _nearest_key(mapping: Any, parent: str, name: str) -> str:
-    """Return the hint for a key that does not exist."""
-    names: list[str] = []
-    if OmegaConf.is_dict(mapping):
-        names = [str(key) for key in mapping]
-    if not parent:
-        return did_you_mean(name, [*names, *GROUPS])
-    return did_you_mean(name, names, f"{parent}.")
 
 
 def _indented(text: str) -> str:

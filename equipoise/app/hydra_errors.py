@@ -24,7 +24,7 @@ from equipoise.app.output import cannot_be_made
 from equipoise.errors import ConfigurationError
 from equipoise.names.synonyms import meant_keys, meant_options
 
-__all__ = ["explain", "explained", "options"]
+__all__ = ["explain", "explained", "options", "unknown_key"]
 
 # Groups of which a run may choose several options.
 _GROUPS_OF_MAPPINGS = ("callbacks", "logger")
@@ -128,7 +128,7 @@ def _explain_link(error: BaseException, start: str, folders: Sequence[Path]) -> 
         return None
     key = error.full_key
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return f"{start}{_unknown_key(key, error.parent_node or {}, folders)}"
+        return f"{start}{unknown_key(key, error.parent_node or {}, folders)}"
     problem = str(error).splitlines()[0].rstrip(".")
     return f"{start}{key}: {problem}."
 
@@ -237,8 +237,14 @@ def _hint_of_options(group: str, folders: Sequence[Path]) -> str:
     return did_you_mean("", options(group, folders))
 
 
-def _unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path]) -> str:
-    """Return the message for a key that its mapping does not have."""
+def unknown_key(key: str, mapping: Mapping[Any, Any], folders: Sequence[Path] = ()) -> str:
+    """Return the message for a key that its mapping does not have.
+
+    Args:
+        key: The whole key, such as "trainer.max_epoch".
+        mapping: The part of the configuration that lacks it.
+        folders: The folders with configurations, as for `main`. Default: none, while Hydra runs.
+    """
     names = [str(name) for name in mapping]
     parent, _, name = key.rpartition(".")
     if parent:

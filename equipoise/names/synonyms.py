@@ -60,7 +60,7 @@ _KEYS = {
 
 # By the command: words that people type for it.
 _COMMANDS = {
-    "fit": "train training learn run start",
+    "fit": "train training learn run start resume continue",
     "validate": "eval evaluate evaluation val valid validation",
     "test": "testing",
     "predict": "infer inference generate prediction",
@@ -89,7 +89,14 @@ FOREIGN_PRECISIONS = {
 
 _OPTIONS = {
     "precision": FOREIGN_PRECISIONS,
-    "logger": {"tb": "tensorboard", "wb": "wandb", "weights_and_biases": "wandb", "comet_ml": "comet"},
+    "logger": {
+        "tb": "tensorboard",
+        "wb": "wandb",
+        "weights_and_biases": "wandb",
+        "comet_ml": "comet",
+        "false": "none",
+        "null": "none",
+    },
     "callbacks": {
         "checkpoint": "model_checkpoint",
         "checkpointing": "model_checkpoint",

@@ -1,6 +1,7 @@
 """The run stages `fit`, `validate`, `test` and `predict`: their flags, keys to explain, and their run by Hydra."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 
@@ -8,9 +9,10 @@ from equipoise.app.command_line.flags import STAGE_FLAGS
 from equipoise.app.command_line.folders import starter_folder, take_folders
 from equipoise.app.command_line.hydra_calls import import_compose, is_override, quoted
 from equipoise.app.command_line.quick_check import refuse_unknown_keys
+from equipoise.app.config.keys import KEYS
 from equipoise.app.config.suggestions import did_you_mean
 from equipoise.errors import ConfigurationError
-from equipoise.names.synonyms import meant_keys
+from equipoise.names.synonyms import keys_named, meant_keys
 
 __all__ = ["run_stage"]
 
@@ -50,8 +52,12 @@ def run_stage(stage: str, arguments: Sequence[str]) -> None:
 
 
 def _check_argument(argument: str, stage: str) -> None:
-    flag = argument.partition("=")[0]
-    if flag.startswith("--") and flag not in STAGE_FLAGS:
+    flag, equals, _ = argument.partition("=")
+    # Hydra takes the first letter of several words, and the part behind it, as in -cn=name.
+    is_known = flag in STAGE_FLAGS if flag.startswith("--") else re.match("-(c[pnd]?|[hmpri]|sc)", flag)
+    if flag == "--debug" and equals:
+        raise ConfigurationError("--debug takes no value.")
+    if flag.startswith("-") and not is_known:
         raise ConfigurationError(f"There is no flag {flag!r}{_hint(argument)}")
     if argument.startswith("stage="):
         raise ConfigurationError(
@@ -61,8 +67,9 @@ def _check_argument(argument: str, stage: str) -> None:
 
 def _hint(argument: str) -> str:
     """Return the end of the message about an unknown flag: it is a key with dashes, or near to another flag."""
-    word, equals, value = argument.removeprefix("--").partition("=")
-    meant = meant_keys(word.replace("-", "_"))
+    word, equals, value = argument.lstrip("-").partition("=")
+    name = word.replace("-", "_")
+    meant = meant_keys(name) or [key for key in (name, *keys_named(name)) if key in KEYS or "." in key]
     if meant or equals or "." in word:
         key = [*meant, word][0]
         # A key may be meant with its value, as in precision=16-mixed.

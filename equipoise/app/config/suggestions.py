@@ -28,7 +28,7 @@ def did_you_mean(name: str, options: Iterable[str], prefix: str = "", meant: Seq
     if meant:
         return f"; did you mean {meant[0]!r}?"
     names = sorted({option for option in options if not option.startswith("_")})
-    matches = get_close_matches(name, names, n=1)
+    matches = get_close_matches(name, names, n=1) or get_close_matches(name.lower(), names, n=1)
     if matches:
         nearest = prefix + matches[0]
         return f"; did you mean {nearest!r}?"
