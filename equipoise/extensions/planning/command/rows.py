@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from equipoise.formats import format_bytes, format_count
+from equipoise.formats import counted, format_bytes, format_count
 
 __all__ = ["HEADS", "WORDS", "lines_of", "print_plan", "recommended", "rows_of"]
 
@@ -24,7 +24,7 @@ _NO_LIMIT = 2**24
 
 def _caption_of(plan: Plan) -> str:
     """Return the line below the table."""
-    size = f"{plan['batch_size']} samples"
+    size = counted(plan["batch_size"], "sample")
     if plan["budget"]:
         size = f"{plan['budget']} tokens"
     return (
@@ -53,9 +53,9 @@ def _cells(plan: Plan, entry: Entry, device: Device, *, is_first: bool) -> list[
     if is_first:
         strategy = entry["strategy"]
         largest_batch = _largest(plan, entry)
-    room = "does not fit"
-    if device["fits"]:
-        room = format_bytes(usable - peak["nbytes"])
+    room = format_bytes(abs(usable - peak["nbytes"]))
+    if not device["fits"]:
+        room = f"{room} too much"
     return [
         strategy,
         device["name"],

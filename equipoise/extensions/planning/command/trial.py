@@ -14,6 +14,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from equipoise.app.build import build
+from equipoise.app.command import report
 from equipoise.errors import ConfigurationError
 from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.command.alternatives import alternatives_to
@@ -90,6 +91,7 @@ def make_plan(values: Mapping[str, Any], devices: Sequence[PlannedDevice], with_
         if settings.accumulate_grad_batches == 1:
             accumulated = plans_with(replace(settings, accumulate_grad_batches=2))
         for changed, overrides in alternatives_to(settings, module, values.get("callbacks")):
+            report(f"nothing fits: tracing a step with {' '.join(overrides)}")
             with_less = [plain_plan(plan) for plan in plans_with(changed)]
             result["alternatives"].append({"overrides": overrides, "strategies": with_less})
     advice = recommend(plans, devices, batch_size, accumulated, settings.accumulate_grad_batches, planned.budget)

@@ -166,6 +166,8 @@ def test_remedies_are_told_if_nothing_fits(net: Path, equipoise: Any) -> None:
     code, out, err = equipoise("plan", *arguments)
     assert code == 0, err
     assert "does not fit" in out
+    assert "too much" in out
+    assert "nothing fits: tracing a step with trainer.precision=bf16-mixed ..." in err
     assert "trainer.activation_checkpointing=[blocks.*]" in out
     assert "trainer.precision=bf16-mixed" in out
 
