@@ -157,6 +157,27 @@ class Detached(Net):
 trainer().fit(Detached(), loader)
 """,
     # An error of a library.
+    "Another run of this module ended within this one. Give that one a `copy.deepcopy(module)`.": """
+class Nested(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0 and self.trainer is outer:
+            trainer(max_steps=1).fit(self, loader)
+        self.log("loss", 1.0)
+        return super().training_step(batch, batch_idx)
+
+outer = trainer()
+outer.fit(Nested(), loader)
+""",
+    "Did you mean 'val_loss'?": """
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Validated(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0)
+
+settings = {"max_epochs": 1, "max_steps": -1, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+trainer(**settings, callbacks=[ModelCheckpoint(monitor="loss")]).fit(Validated(), loader, loader)
+""",
     "A data set defines `__len__`. One without a length derives from IterableDataset.": """
 class Endless(torch.utils.data.Dataset):
     def __getitem__(self, index):

@@ -3,6 +3,8 @@
 They are loaded before a run: a process that may open no more files loads no module either.
 """
 
+import re
+from difflib import get_close_matches
 from traceback import walk_tb
 from types import FrameType
 
@@ -28,7 +30,7 @@ _LIMITS = {
 
 
 def add_run_notes(error: BaseException) -> None:
-    """Add notes on limits of the process, on data that cannot be read, and on a device mesh that is not there.
+    """Add notes on limits of the process, on data, monitored values, nested runs, and a missing device mesh.
 
     Args:
         error: Any error of a run.
@@ -48,6 +50,11 @@ def add_run_notes(error: BaseException) -> None:
         )
     if "has no len()" in message and frames[-1].f_globals["__name__"].startswith("torch.utils.data."):
         error.add_note("A data set defines `__len__`. One without a length derives from IterableDataset.")
+    if "result collection is not registered" in message and not any("predict" in name for name in functions):
+        error.add_note("Another run of this module ended within this one. Give that one a `copy.deepcopy(module)`.")
+    monitored = re.search(r"monitor='(.*)'\)` could not find the monitored key in .*\['(.*)'\]", message)
+    for near in get_close_matches(monitored[1], monitored[2].split("', '"), n=1) if monitored else ():
+        error.add_note(f"Did you mean {near!r}?")
     if "NoneType" in message and any(map(_asks_for_mesh, frames)):
         error.add_note(
             "`self.device_mesh` is None: only strategy='fsdp' makes one, with several devices, for modules that cut"
