@@ -68,6 +68,7 @@ class Facts:
         processors: Processors of this machine for this process.
         log_every_n_steps: Steps between two writings to loggers.
         validations: Number of validations.
+        val_interval: Steps between two of them; None if that changes.
         epoch_steps: Steps of an epoch; infinite if unknown.
         compiles: Whether steps are compiled or captured.
         pauses: Seconds of a training step between operations of torch; see `HostWork`.
@@ -79,6 +80,7 @@ class Facts:
     processors: int = 1
     log_every_n_steps: int = 50
     validations: int = 0
+    val_interval: int | None = None
     epoch_steps: float = math.inf
     compiles: bool = False
     pauses: float = 0.0
@@ -180,7 +182,8 @@ def _about_workers(facts: Facts) -> str:
 
 
 def _validation(times: RunTimes, facts: Facts, share: float) -> Limit:
-    steps = math.ceil(times.steps / facts.validations)
+    # The measured steps lack the first ones.
+    steps = facts.val_interval or math.ceil(times.steps / facts.validations)
     enough = steps * times_less_often(share)
     settings: dict[str, int | float] = {"val_check_interval": enough}
     if enough >= facts.epoch_steps:

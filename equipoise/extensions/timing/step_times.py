@@ -242,11 +242,18 @@ def _facts(trainer: Any, validations: int, host_work: HostWork) -> Facts:
         processors=_processors() * trainer.num_nodes // trainer.world_size,
         log_every_n_steps=trainer.log_every_n_steps,
         validations=validations,
+        val_interval=_val_interval(trainer),
         epoch_steps=trainer.num_training_batches or math.inf,
         compiles=bool(trainer.compiles_steps or trainer.captures_steps),
         pauses=host_work.pauses,
         reads=host_work.reads,
     )
+
+
+def _val_interval(trainer: Any) -> int | None:
+    steps = trainer.val_check_batch
+    changes = trainer.check_val_every_n_epoch not in (None, 1)
+    return None if changes or steps is None or math.isinf(steps) else int(steps)
 
 
 def _processors() -> int:

@@ -260,6 +260,13 @@ def test_accumulation_is_proposed_for_an_exchange() -> None:
     assert limit.startswith("rank 1 is 67% slower than the others, which wait 40% of the time for it")
 
 
+def test_the_interval_of_validations_is_that_of_the_trainer(clock: Clock) -> None:
+    module = Validated(clock, validation=3.5)
+    measured = fit(module, loader(clock), loader(clock), val_check_interval=8, max_epochs=1)[0]
+    assert measured.limit is not None
+    assert measured.limit.startswith("validation every 8 steps takes")
+
+
 def test_the_largest_limit_is_named() -> None:
     limit = describe_limit(times(waiting_for_data=3.0, callback_A=4.0, callback_B=3.5), Facts(num_workers=0))
     assert limit.startswith("the callback A takes 38%")

@@ -154,7 +154,9 @@ def _check_dictionary(dictionary: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"`configure_optimizers` returned {_describe(dictionary)}, but {content}. {_FORMS}")
     extra = dictionary.keys() - {"optimizer", "lr_scheduler", "monitor"}
     if extra:
-        rank_zero_warn(f"Found unsupported keys in the optimizer configuration: {extra}", category=RuntimeWarning)
+        known = "the keys are 'optimizer', 'lr_scheduler' and 'monitor'."
+        text = f"Found unsupported keys in the optimizer configuration: {extra}; {known}"
+        rank_zero_warn(text, category=RuntimeWarning)
 
 
 def _describe(returned: Any) -> str:

@@ -150,7 +150,10 @@ def test_an_object_with_the_methods_of_an_optimiser_is_taken() -> None:
 @pytest.mark.parametrize(
     ("configure", "message"),
     [
-        (lambda m: {"optimizer": sgd(m), "scheduler": 1}, r"unsupported keys in the optimizer .*'scheduler'"),
+        (
+            lambda m: {"optimizer": sgd(m), "scheduler": 1},
+            r"unsupported keys in .*'scheduler'}; the keys are .*'lr_sched",
+        ),
         (lambda m: as_dictionary(m, freq=2), r"lr scheduler dict: \{'freq'\}. Did you mean 'frequency'\?"),
         (lambda m: as_dictionary(m, lambda o: OneCycleLR(o, 1.0, 9)), "OneCycleLR steps once per epoch"),
     ],
