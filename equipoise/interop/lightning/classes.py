@@ -79,8 +79,8 @@ def is_overridden(name: str, value: Any) -> bool:
         name: The method's name.
         value: The object; None overrides nothing.
     """
-    own = getattr(value, "__dict__", {}).get(name, is_overridden)
-    if not callable(own):
+    own = getattr(value, "__dict__", {}).get(name)
+    if own is not None and not callable(own):
         raise ConfigurationTypeError(f"{type(value).__name__}.{name} is a method, but was set to {type(own).__name__}.")
     for kind in (LightningModule, LightningDataModule, Callback):
         if is_a(value, kind):
