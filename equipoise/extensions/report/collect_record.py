@@ -46,7 +46,7 @@ def collect_record(trainer: Any, module: Any, fit: Fit, curves: CurveHistory, fo
         title=type(module).__name__,
         started=fit.started,
         finished=datetime.now().astimezone(),
-        facts=dict(_facts(trainer, module, fit)),
+        facts=_by_name(_facts(trainer, module, fit)),
         curves=group_curves(curves.step_curves()),
         epoch_ends=curves.epoch_ends(),
         throughput=fit.throughput.points(fit.clock, fit.factor),
@@ -147,6 +147,14 @@ def _facts(trainer: Any, module: Any, fit: Fit) -> Iterator[Fact]:
     yield "precision", str(trainer.precision)
     yield from _peaks(trainer)
     yield from saved_checkpoints(trainer)
+
+
+def _by_name(facts: Iterable[Fact]) -> dict[str, str]:
+    """Return facts by name; several of a name, as the checkpoints of two callbacks, are one text."""
+    values: dict[str, list[str]] = {}
+    for name, value in facts:
+        values.setdefault(name, []).append(value)
+    return {name: ", ".join(dict.fromkeys(several)) for name, several in values.items()}
 
 
 def _parameters(module: Any) -> str:

@@ -153,11 +153,12 @@ class TestFit:
         assert text == "lr: 0.1\nmore:\n  a: '<b>'\n  t: tensor of (2, 3)\n"
 
     @BOTH
-    def test_the_best_checkpoint_is_told(self, tmp_path: Path, cls: type):
-        saving = ModelCheckpoint(tmp_path / "best", monitor="val_loss", filename="{epoch}")
-        fit(cls, Small(), loader(2), loader(1), callbacks=[RunReport(), saving], enable_checkpointing=True)
+    def test_the_best_checkpoint_of_each_callback_is_told(self, tmp_path: Path, cls: type):
+        options = {"monitor": "val_loss", "filename": "{epoch}"}
+        saving = [ModelCheckpoint(tmp_path / mode, mode=mode, **options) for mode in ("min", "max")]
+        fit(cls, Small(), loader(2), loader(1), callbacks=[RunReport(), *saving], enable_checkpointing=True)
         told = facts(read())
-        assert (told["best val_loss"], told["best checkpoint"]) == ("10", "best/epoch=0.ckpt")
+        assert (told["best val_loss"], told["best checkpoint"]) == ("10, 11", "min/epoch=0.ckpt, max/epoch=1.ckpt")
 
     def test_batches_are_counted_where_samples_cannot(self, clock: Clock):
         class Ragged(Small):
