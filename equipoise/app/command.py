@@ -15,6 +15,7 @@ from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import load_extension, names_of_extensions
 
 __all__ = [
+    "PROGRESS",
     "Command",
     "Reader",
     "added_commands",
@@ -86,9 +87,13 @@ def added_commands() -> Iterator[tuple[str, Command | ConfigurationError]]:
             yield name, error
 
 
+# How a line begins that says what a command does now.
+PROGRESS = "equipoise: "
+
+
 def report(activity: str) -> None:
     """Print what a command does now: to the error output, as the output is that of the command."""
-    print(f"equipoise: {activity} ...", file=sys.stderr, flush=True)
+    print(f"{PROGRESS}{activity} ...", file=sys.stderr, flush=True)
 
 
 # Flags.

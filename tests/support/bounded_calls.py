@@ -18,6 +18,7 @@ def call_here(
     paths: Sequence[str] = (),
     option: str = "",
     explain: Callable[[Exception], str] = in_one_line,
+    progress: str = "",
 ) -> Any:
     """Call a function as `call_bounded` does, with copies of its arguments."""
     function, arguments, explain = pickle.loads(pickle.dumps((function, arguments, explain)))

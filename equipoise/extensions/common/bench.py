@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import seed_everything
 
 from equipoise.app.build import build
+from equipoise.app.command import PROGRESS
 from equipoise.errors import in_one_line
 from equipoise.extensions.common.trial_arguments import ONLY_STEPS
 from equipoise.parallel.workers.bounded_call import call_bounded
@@ -59,6 +60,7 @@ class Bench:
             paths=self._paths,
             option=self._option,
             explain=self._explain,
+            progress=PROGRESS,
         )
 
     def new_folder(self) -> Path:

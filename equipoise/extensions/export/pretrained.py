@@ -10,6 +10,7 @@ from torch import nn
 
 from equipoise.extensions.export.layout import converted
 from equipoise.extensions.export.weights import open_weights
+from equipoise.parallel.unfinished_files import set_permissions, umask
 
 __all__ = ["find_models", "has_own_layout", "save_pretrained"]
 
@@ -45,6 +46,9 @@ def save_pretrained(module: Any, folder: Path, dtype: torch.dtype | None, most_b
     if dtype is not None:
         options["state_dict"] = _converted(module, dtype)
     module.save_pretrained(folder, **options)
+    # safetensors writes files that their owner alone can read.
+    for file in folder.rglob("*.safetensors"):
+        set_permissions(str(file), 0o666 & ~umask())
     config = folder / "config.json"
     if dtype is not None and config.is_file():
         # The method writes the type of the module, in which `from_pretrained` would load the weights.

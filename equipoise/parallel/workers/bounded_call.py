@@ -28,6 +28,8 @@ __all__ = ["CallError", "call_bounded"]
 
 # Exit code of a process whose server cannot tell how it ended.
 _SERVER_HAS_ENDED = 255
+# Seconds between two looks at what a process has printed.
+_BETWEEN_LOOKS = 0.2
 # Files of a call in its folder: function and arguments, the result, and what the process prints.
 _CALL = "call"
 _RESULT = "result"
@@ -73,6 +75,7 @@ def call_bounded(
     paths: Sequence[str] = (),
     option: str = "",
     explain: Callable[[Exception], str] = in_one_line,
+    progress: str = "",
 ) -> Any:
     """Call a function in a new process and return what it returns.
 
@@ -87,6 +90,8 @@ def call_bounded(
         option: The option by which the user sets the bound, for the message. Default: none.
         explain: Function of a module that returns the reason for an error of the function. Default: its type and the
             first line of its message.
+        progress: How lines begin that the process prints, and that this one prints to its error output meanwhile.
+            Default: none.
 
     Raises:
         CallError: If the function raises an error, or its process does not get as far.
@@ -107,7 +112,7 @@ def call_bounded(
         # 2. The process. An empty entry of the path is the present folder.
         path = [entry or os.getcwd() for entry in (*paths, *sys.path)]
         preload(function.__module__)
-        reason = _run_until(deadline, folder, path) or f"it took longer than {format_span(timeout)}{option}"
+        reason = _run_until(deadline, folder, path, progress) or f"it took longer than {format_span(timeout)}{option}"
 
         # 3. The result. A process that hangs at its very end has left it before.
         result = None
@@ -125,14 +130,14 @@ def call_bounded(
     return result.value
 
 
-def _run_until(deadline: float, folder: Path, path: list[str]) -> str | None:
+def _run_until(deadline: float, folder: Path, path: list[str], progress: str) -> str | None:
     """Run the process and return how it ended; None if it had to be ended."""
     # The environment of the server is as old as the server.
     arguments = (folder, path, get_start_method(allow_none=True), dict(os.environ))
     process = get_context("forkserver").Process(target=_run, args=arguments)
     try:
         _start(process)
-        process.join(max(0.0, deadline - time.monotonic()))
+        _wait(process, deadline, folder / _OUTPUT, progress)
         code = process.exitcode
     except (OSError, EOFError) as error:
         return f"its process could not be started: {type(error).__name__}: {error}"
@@ -141,6 +146,19 @@ def _run_until(deadline: float, folder: Path, path: list[str]) -> str | None:
     if code is None:
         return None
     return _why_ended(code)
+
+
+def _wait(process: Any, deadline: float, output: Path, progress: str) -> None:
+    """Wait for a process, and print the lines of its output that tell its progress."""
+    printed = 0
+    while process.exitcode is None and (left := deadline - time.monotonic()) > 0:
+        process.join(min(left, _BETWEEN_LOOKS) if progress else left)
+        if progress and output.is_file():
+            text = output.read_text(encoding="utf-8", errors="replace")
+            lines = [line for line in text.splitlines(keepends=True) if line.startswith(progress) and line[-1] == "\n"]
+            sys.stderr.write("".join(lines[printed:]))
+            sys.stderr.flush()
+            printed = len(lines)
 
 
 def _start(process: Any) -> None:

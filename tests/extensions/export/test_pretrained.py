@@ -131,6 +131,8 @@ def test_adapters_of_peft(callbacks: Any, tmp_path: Path) -> None:
         assert not {"model.safetensors", "config.json"} & names
         loaded = peft.PeftModel.from_pretrained(tied_model(), str(tmp_path / folder))
         assert torch.equal(outputs(loaded), outputs(module.model))
+        modes = {path.stat().st_mode for path in (tmp_path / folder).iterdir()}
+        assert len(modes) == 1
     weights = read_weights(tmp_path / "model")
     assert weights
     assert all(".lora_" in name for name in weights)

@@ -39,6 +39,18 @@ def test_how_a_process_ended_is_told(function: Any, arguments: tuple[Any, ...], 
     assert not caught.value.is_raised
 
 
+def tell(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def test_progress_is_printed_here(capfd: pytest.CaptureFixture[str]) -> None:
+    call_bounded(tell, "note: one", "other", "note: two", timeout=60, progress="note: ")
+    assert capfd.readouterr().err == "note: one\nnote: two\n"
+    call_bounded(tell, "note: one", timeout=60)
+    assert not capfd.readouterr().err
+
+
 def raise_an_error(kind: type[Exception]) -> None:
     print("before")
     raise kind("the reason\nand more")
