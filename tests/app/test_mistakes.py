@@ -111,7 +111,7 @@ MISTAKES = [
     ("test ckpt_path=best", "no earlier run of this module left a checkpoint", "Give a path"),
     ("fit ckpt_path=nowhere.ckpt", "The checkpoint 'nowhere.ckpt' does not exist", ""),
     ("test ckpt_path=nowhere.ckpt", "The checkpoint 'nowhere.ckpt' does not exist", ""),
-    ("test ckpt_path=conf", "The checkpoint 'conf' is a folder", ""),
+    ("test ckpt_path=conf", "The checkpoint 'conf' is a folder", "not a file in it"),
     # the command line itself
     ("fit max_epochs=3", "no key 'max_epochs'", "did you mean 'trainer.max_epochs'?"),
     ("fit lr=0.5", "no key 'lr'", "did you mean 'module.lr'?"),

@@ -155,7 +155,7 @@ def check_is_file(path: AnyPath) -> None:
     problem = "does not exist"
     folder = path.parent
     if path.is_dir():
-        problem = "is a folder"
+        problem = "is a folder, not a file in it"
         folder = path
     hint = ""
     names = sorted(file.name for file in folder.glob("*.ckpt"))
