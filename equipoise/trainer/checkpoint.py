@@ -242,9 +242,9 @@ def _exact_position(parts: TrainerParts, module: LightningModule, path: str | No
 
 def _writer(state: RunState, path: str | None, hook: str | None) -> Callback | None:
     """Return the callback that writes a file: it has noted the path in its state, or its hook is running."""
-    for callback in [each for each in state.callbacks if isinstance(each, ModelCheckpoint)]:
-        if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
-            return callback
+    for saver in [each for each in state.callbacks if isinstance(each, ModelCheckpoint)]:
+        if path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
+            return saver
     frames = [frame for frame, _ in walk_stack(currentframe())]
     for callback in state.callbacks:
         # The hook may be a method of another name.

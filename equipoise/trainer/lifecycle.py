@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from equipoise.errors import CheckpointError, WorkerError
+from equipoise.errors import CheckpointError, ConfigurationError, WorkerError
 from equipoise.interop.lightning.loggers import has_csv, log_hyperparams
 from equipoise.interop.lightning.modules import as_configured, forget_run
 from equipoise.interop.lightning.self_log import unbind_log
@@ -57,6 +57,7 @@ def run(parts: TrainerParts, request: Request) -> Any:
         What the loop of the entry point returned.
     """
     # 1. The state of the run.
+    _refuse_nested(parts, request)
     warn_of_untested_versions()
     state = parts.state
     refuse_finders(state)
@@ -72,6 +73,15 @@ def run(parts: TrainerParts, request: Request) -> Any:
     if parts.strategy.processes.spawns:
         return _run_in_processes(parts, request)
     return _launch(parts, request, partial(_carry_out, parts, request))
+
+
+def _refuse_nested(parts: TrainerParts, request: Request) -> None:
+    for outer in _under_way:
+        if parts is outer.parts or request.module is outer.module:
+            raise ConfigurationError(
+                f"`{request.fn.value}` was called within `{outer.request.fn.value}` of the same trainer or module. Take"
+                " another Trainer and a `copy.deepcopy` of the module."
+            )
 
 
 def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
@@ -158,6 +168,7 @@ class _Run:
 
     def carry_out(self) -> Any:
         """Carry out all stages, and return what the loop has returned."""
+        _under_way.append(self)
         state = self.state
         request = self.request
 
@@ -392,6 +403,8 @@ class _Run:
     def _release(self, error: BaseException | None) -> None:
         """Release workers, devices and whatever else a run holds, even if releasing one of them fails."""
         state = self.state
+        if self in _under_way:
+            _under_way.remove(self)
         # The last one is called first, and all of them even if one fails.
         with ExitStack() as releasing:
             # Other programs may use the memory; a later run allocates again what it needs.
@@ -411,6 +424,10 @@ class _Run:
                 releasing.callback(loop.release)
             releasing.callback(self.parts.predict_loop.release)
             releasing.callback(self.fit_loop.release)
+
+
+# The runs that compute in this process.
+_under_way: list[_Run] = []
 
 
 # Random numbers

@@ -156,18 +156,21 @@ class Detached(Net):
 
 trainer().fit(Detached(), loader)
 """,
-    # An error of a library.
-    "Another run of this module ended within this one. Give that one a `copy.deepcopy(module)`.": """
+    "`validate` was called within `fit` of the same trainer or module. Take another": """
+class Nested(Net):
+    def on_train_epoch_end(self):
+        trainer().validate(self, loader)
+
+trainer().fit(Nested(), loader)
+""",
+    "`fit` was called within `fit` of the same trainer or module. Take": """
 class Nested(Net):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 0 and self.trainer is outer:
-            trainer(max_steps=1).fit(self, loader)
-        self.log("loss", 1.0)
-        return super().training_step(batch, batch_idx)
+        self.trainer.fit(Net(), loader)
 
-outer = trainer()
-outer.fit(Nested(), loader)
+trainer().fit(Nested(), loader)
 """,
+    # An error of a library.
     "Did you mean 'val_loss'?": """
 from lightning.pytorch.callbacks import ModelCheckpoint
 

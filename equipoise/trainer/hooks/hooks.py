@@ -232,10 +232,7 @@ class Hooks:
             """Run the step as the current hook; after an error this stays so, for messages, until the run has ended."""
             outer = state[current]
             state[current] = name
-            if rest:
-                result = run(batch, batch_idx, *rest)
-            else:
-                result = run(batch, batch_idx)
+            result = run(batch, batch_idx, *rest) if rest else run(batch, batch_idx)
             state[current] = outer
             return result
 

@@ -217,10 +217,7 @@ class Logs:
             if entry.metric is None and value.dtype is not torch.float32 and value.dtype is not torch.float64:
                 value = entry.convert(value)
             if size is None:
-                if entry.is_mean:
-                    size = self._size or self.batch_size()
-                else:
-                    size = 1
+                size = (self._size or self.batch_size()) if entry.is_mean else 1
             entry.add(value, size)
         self.pending.clear()
 

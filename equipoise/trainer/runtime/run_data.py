@@ -126,10 +126,7 @@ class RunData:
                 batch = convert(batch)
             if before is not None:
                 batch = before(batch, dataloader_idx)
-            if move is None:
-                batch = copy(batch, device)
-            else:
-                batch = move(batch, device, dataloader_idx)
+            batch = copy(batch, device) if move is None else move(batch, device, dataloader_idx)
             if after is not None:
                 batch = after(batch, dataloader_idx)
             return batch

@@ -229,10 +229,7 @@ def _indices(devices: Devices, kind: str, available: int) -> list[int]:
     argument = devices
     if isinstance(devices, str):
         try:
-            if "," in devices:
-                argument = [int(part) for part in filter(str.strip, devices.split(","))]
-            else:
-                argument = int(devices)
+            argument = [int(part) for part in filter(str.strip, devices.split(","))] if "," in devices else int(devices)
         except ValueError:
             raise ConfigurationError(problem) from None
 

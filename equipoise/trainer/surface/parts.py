@@ -176,8 +176,5 @@ class TrainerParts:
         folder: str | None = root_dir
         if self.state.loggers:
             logger = self.state.loggers[0]
-            if is_a(logger, TensorBoardLogger, CSVLogger):
-                folder = logger.log_dir
-            else:
-                folder = logger.save_dir
+            folder = logger.log_dir if is_a(logger, TensorBoardLogger, CSVLogger) else logger.save_dir
         return self.strategy.processes.broadcast(folder)
