@@ -7,6 +7,7 @@ import pytest
 import yaml
 from hydra.core.plugins import Plugins
 
+from equipoise.app.sweeps.objective import is_sweep
 from tests.support.projects import write
 
 FILES = {
@@ -163,3 +164,17 @@ def test_another_primary_configuration_is_the_one_that_is_checked(seeker, equipo
         code, _, err = equipoise(*SEEK, *flag)
         assert code == 2
         assert "objective is null" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--multirun", "module.lr=1,2"], True),
+        (["-m"], True),
+        (["module.lr=1"], False),
+        (["--multirun", "--cfg=job"], False),
+        (["-m", "--help"], False),
+    ],
+)
+def test_flags_that_only_print_begin_no_sweep(arguments, expected):
+    assert is_sweep(arguments) is expected

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from equipoise import CheckpointError, Trainer
 from equipoise.safe_loading.stand_in import StandIn, class_in_place_of
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
+from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Data, Small, Validated, loader, saved, trainer
 
@@ -389,3 +390,11 @@ def test_sparse_tensors_and_lazy_conjugation(tmp_path: Path) -> None:
         assert [tensor.layout for tensor in read] == [tensor.layout for tensor in tensors]
         assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(tensors[:2], read[:2], strict=True))
     assert torch.equal(read[2].resolve_conj(), torch.tensor([1 - 2j]))
+
+
+@pytest.mark.parametrize(("count", "end"), [(5, "). Using one"), (6, ") and 1 more. Using one")])
+def test_at_most_five_objects_are_listed(count: int, end: str) -> None:
+    objects = {str(number): StandIn(__name__, "Colour") for number in range(count)}
+    with pytest.warns(UserWarning, match="not created") as warned:
+        warn_of_objects_read({"kept": objects}, fitting=True)
+    assert f"['4'] ({__name__}.Colour{end}" in str(warned[0].message)
