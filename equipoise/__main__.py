@@ -4,7 +4,6 @@ Hydra is imported when it is needed, so the other commands, and the library, wor
 """
 
 import contextlib
-import gc
 import io
 import os
 import sys
@@ -40,26 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            with _short_end() if arguments is None else contextlib.nullcontext():
-                return _main(arguments)
+            return _main(arguments)
         finally:
             # The output of a pipe waits in a buffer. It is written here, where its errors are caught.
             sys.stdout.flush()
     except BrokenPipeError:
         return _leave_silently()
-
-
-@contextlib.contextmanager
-def _short_end() -> Iterator[None]:
-    """Free the garbage of the block, and leave all other objects to the end of the process.
-
-    Python would look through all that torch, Lightning and the user have imported once more, which takes a second.
-    """
-    try:
-        yield
-    finally:
-        gc.collect()
-        gc.freeze()
 
 
 def _leave_silently() -> int:

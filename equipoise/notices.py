@@ -120,9 +120,5 @@ def is_of_library(filename: str) -> bool:
 @cache
 def _folders() -> tuple[str, ...]:
     """Return the folders of the libraries, with a separator at the end."""
-    folders = []
-    for name in _LIBRARIES:
-        module = sys.modules.get(name)
-        for folder in getattr(module, "__path__", ()):
-            folders.append(f"{folder}/")
-    return tuple(folders)
+    paths = [getattr(sys.modules.get(name), "__path__", ()) for name in _LIBRARIES]
+    return tuple(f"{folder}/" for folders in paths for folder in folders)

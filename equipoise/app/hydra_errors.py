@@ -89,12 +89,14 @@ def explain(error: BaseException, folders: Sequence[Path] = ()) -> str:
 
 def _explain_by_place(error: AssertionError | OSError) -> str | None:
     """Return the message for an error that says nothing of Hydra, which raised it; None for any other."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_globals["__name__"] != "pathlib"]
-    place = f"{frames[-1].f_globals['__name__']}.{frames[-1].f_code.co_name}"
+    # Code that was made by `exec` belongs to no module.
+    places = [(frame, str(frame.f_globals.get("__name__"))) for frame, _ in walk_tb(error.__traceback__)]
+    frame, module = [place for place in places if place[1].partition(".")[0] != "pathlib"][-1]
+    place = f"{module}.{frame.f_code.co_name}"
     if isinstance(error, OSError) and place == "hydra.core.utils.run_job":
         return cannot_be_made(error, "hydra.run.dir")
     if place == "hydra.core.default_element.get_name":
-        return _early_override(frames[-1].f_locals["self"].group, "the groups that follow")
+        return _early_override(frame.f_locals["self"].group, "the groups that follow")
     return None
 
 

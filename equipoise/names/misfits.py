@@ -19,6 +19,7 @@ _PLACES = {
     "data.batch_size": "`DataLoader(batch_size=...)`",
     "data.num_workers": "`DataLoader(num_workers=...)`",
     "module.lr": "`configure_optimizers` of the module",
+    "optimizer": "`configure_optimizers` of the module",
     "module": "`fit(model=...)`",
     "data": "`fit(datamodule=...)`",
     "train_dataloader": "`fit(train_dataloaders=...)`",
@@ -123,12 +124,13 @@ def hint_of_argument(name: str, parameters: Collection[str]) -> str:
     of_trainer = [key.removeprefix("trainer.") for key in meant or keys_named(name) if key.startswith("trainer.")]
     if of_trainer and not matches:
         return f"did you mean `Trainer({of_trainer[0]}=...)`?"
+    if not matches and {"fast_dev_run", "datamodule"}.intersection(parameters):
+        places = [_PLACES[key] for key in (name, *(meant or keys_named(name))) if key in _PLACES]
+        if places:
+            return f"did you mean {places[0]}?"
     matches += get_close_matches(name, parameters, n=1)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    elsewhere = _PLACES.get(name) or next((_PLACES[key] for key in meant or keys_named(name) if key in _PLACES), None)
-    if elsewhere is not None:
-        return f"did you mean {elsewhere}?"
     return f"there are: {_listed(parameters)}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from inspect import currentframe
 from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch
@@ -246,13 +247,17 @@ def _writer(state: RunState, path: str | None, hook: str | None) -> Callback | N
         if path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
             return saver
     frames = [frame for frame, _ in walk_stack(currentframe())]
-    for callback in state.callbacks:
-        # The hook may be a method of another name.
-        code = getattr(getattr(callback, str(hook), None), "__code__", None)
-        running = [frame for frame in frames if frame.f_code is code or frame.f_code.co_name == hook]
-        if any(frame.f_locals.get("self") is callback for frame in running):
-            return callback
-    return None
+    return next((each for each in state.callbacks if any(_runs(frame, each, hook) for frame in frames)), None)
+
+
+def _runs(frame: FrameType, callback: Callback, hook: str | None) -> bool:
+    """Return whether a frame runs the hook of a callback, which may be a function of another name."""
+    code = frame.f_code
+    method = getattr(callback, str(hook), None)
+    is_own = any(frame.f_locals.get(name) is callback for name in ("self", *code.co_varnames[:1]))
+    if code is getattr(method, "__code__", None):
+        return is_own or not hasattr(method, "__self__")
+    return is_own and code.co_name == hook
 
 
 def _dump_hyperparameters(

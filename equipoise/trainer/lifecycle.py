@@ -57,7 +57,11 @@ def run(parts: TrainerParts, request: Request) -> Any:
         What the loop of the entry point returned.
     """
     # 1. The state of the run.
-    _refuse_nested(parts, request)
+    if parts.is_computing:
+        raise ConfigurationError(
+            f"`{request.fn.value}` was called within a run of the same trainer. Call it afterwards, or take another"
+            " Trainer and a `copy.deepcopy` of the module."
+        )
     warn_of_untested_versions()
     state = parts.state
     refuse_finders(state)
@@ -73,15 +77,6 @@ def run(parts: TrainerParts, request: Request) -> Any:
     if parts.strategy.processes.spawns:
         return _run_in_processes(parts, request)
     return _launch(parts, request, partial(_carry_out, parts, request))
-
-
-def _refuse_nested(parts: TrainerParts, request: Request) -> None:
-    for outer in _under_way:
-        if parts is outer.parts or request.module is outer.module:
-            raise ConfigurationError(
-                f"`{request.fn.value}` was called within `{outer.request.fn.value}` of the same trainer or module. Take"
-                " another Trainer and a `copy.deepcopy` of the module."
-            )
 
 
 def _run_in_processes(parts: TrainerParts, request: Request) -> Any:
@@ -144,8 +139,11 @@ def _carry_out(parts: TrainerParts, request: Request, collect: Callable[[Any], A
             return result if collect is None else collect(result)
         except BaseException as error:
             with uninterrupted():
-                add_run_notes(error)
-                run.release_after(error)
+                parts.is_computing = False
+                try:
+                    add_run_notes(error)
+                finally:
+                    run.release_after(error)
             raise
 
 
@@ -168,7 +166,7 @@ class _Run:
 
     def carry_out(self) -> Any:
         """Carry out all stages, and return what the loop has returned."""
-        _under_way.append(self)
+        self.parts.is_computing = True
         state = self.state
         request = self.request
 
@@ -353,6 +351,7 @@ class _Run:
         state = self.state
         hooks = self.hooks
         fn = state.status.fn
+        self.parts.is_computing = False
         self._release(None)
         if state.fitting:
             hooks.call("on_fit_end")
@@ -403,8 +402,6 @@ class _Run:
     def _release(self, error: BaseException | None) -> None:
         """Release workers, devices and whatever else a run holds, even if releasing one of them fails."""
         state = self.state
-        if self in _under_way:
-            _under_way.remove(self)
         # The last one is called first, and all of them even if one fails.
         with ExitStack() as releasing:
             # Other programs may use the memory; a later run allocates again what it needs.
@@ -424,10 +421,6 @@ class _Run:
                 releasing.callback(loop.release)
             releasing.callback(self.parts.predict_loop.release)
             releasing.callback(self.fit_loop.release)
-
-
-# The runs that compute in this process.
-_under_way: list[_Run] = []
 
 
 # Random numbers

@@ -156,14 +156,14 @@ class Detached(Net):
 
 trainer().fit(Detached(), loader)
 """,
-    "`validate` was called within `fit` of the same trainer or module. Take another": """
+    "`validate` was called within a run of the same trainer. Call it": """
 class Nested(Net):
     def on_train_epoch_end(self):
-        trainer().validate(self, loader)
+        self.trainer.validate(self, loader)
 
 trainer().fit(Nested(), loader)
 """,
-    "`fit` was called within `fit` of the same trainer or module. Take": """
+    "`fit` was called within a run of the same trainer. Call it": """
 class Nested(Net):
     def training_step(self, batch, batch_idx):
         self.trainer.fit(Net(), loader)

@@ -60,8 +60,7 @@ def linked(holders: Iterable[Any]) -> Iterator[Any]:
         visited.add(id(holder))
         yield holder
         # A subset has a `dataset`, too.
-        for link in _LINKS:
-            waiting.append(getattr(holder, link, None))
+        waiting.extend(getattr(holder, link, None) for link in _LINKS)
         # The parts of a ConcatDataset.
         parts = getattr(holder, "datasets", None)
         if isinstance(parts, Mapping):
@@ -115,8 +114,7 @@ def _generator_types() -> tuple[type, ...]:
     # Without an import of numpy there are none of its generators.
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        types.append(numpy.Generator)
-        types.append(numpy.RandomState)
+        types += [numpy.Generator, numpy.RandomState]
     return tuple(types)
 
 

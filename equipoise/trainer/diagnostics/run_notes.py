@@ -48,8 +48,10 @@ def add_run_notes(error: BaseException) -> None:
             "Samples of different shapes cannot be stacked to a batch. Give the DataLoader a `collate_fn` that pads"
             " them, such as with `torch.nn.utils.rnn.pad_sequence`, or that returns a list."
         )
-    if "has no len()" in message and frames[-1].f_globals["__name__"].startswith("torch.utils.data."):
+    if "has no len()" in message and frames[-1].f_globals.get("__name__") == "torch.utils.data.sampler":
         error.add_note("A data set defines `__len__`. One without a length derives from IterableDataset.")
+    if "result collection is not registered" in message and not any("predict" in name for name in functions):
+        error.add_note("Another run of this module ended within this one. Give that one a `copy.deepcopy(module)`.")
     monitored = re.search(r"monitor='(.*)'\)` could not find the monitored key in .*\['(.*)'\]", message)
     for near in get_close_matches(monitored[1], monitored[2].split("', '"), n=1) if monitored else ():
         error.add_note(f"Did you mean {near!r}?")

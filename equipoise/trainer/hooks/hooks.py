@@ -150,6 +150,7 @@ class Hooks:
         if name == "on_train_batch_end":
             # Callbacks that come before the module, or before the last one of the user, may save.
             users = [at for at, each in enumerate(callbacks) if not type(each).__module__.startswith(LIBRARIES)]
+            users = [at for at in users if overrides(callbacks[at], name, Callback)]
             last = len(callbacks) if module is not None else max(users, default=0)
             if before := self._of_callbacks(name, callbacks[:last]):
                 hooks = [self._keep_arguments, *before, self._forget_arguments, *hooks[len(before) :]]

@@ -50,6 +50,7 @@ class TrainerParts:
         hooks: The hooks of the present or last run; None before the first.
         data: Its data; None before the first.
         strategy_view: The strategy in the form of Lightning's.
+        is_computing: True in a process that carries out a run, until its loop has ended.
     """
 
     # What users configure.
@@ -69,6 +70,7 @@ class TrainerParts:
     hooks: Hooks | None = field(init=False, default=None)
     data: RunData | None = field(init=False, default=None)
     strategy_view: StrategyView = field(init=False)
+    is_computing: bool = field(init=False, default=False)
     _wrapped_optimizers: list[LightningOptimizer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:

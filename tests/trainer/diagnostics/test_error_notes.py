@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from equipoise.errors import ConfigurationError
-from tests.support.trainer_runs import refuses, trainer
+from tests.support.trainer_runs import Small, loader, refuses, trainer
 
 
 class Net(L.LightningModule):
@@ -376,3 +376,21 @@ def test_a_process_without_free_files_reports_the_error_of_the_step(error: str, 
     )
     assert expected in done.stdout
     assert ("ulimit -n" in done.stdout) == (error == "OSError")
+
+
+def test_an_error_in_code_of_no_module_is_the_error_of_the_run_after_which_another_begins() -> None:
+    names: dict[str, Any] = {}
+    exec("def length(value):\n    return len(value)", {}, names)  # noqa: S102
+
+    class Fails(Small):
+        fails = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return names["length"](3) if self.fails else super().training_step(batch, batch_idx)
+
+    module, run = Fails(), trainer(max_epochs=1)
+    with pytest.raises(TypeError, match="has no len"):
+        run.fit(module, loader(2))
+    module.fails = False
+    run.fit(module, loader(2))
+    assert run.global_step == 2

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from equipoise.trainer.checkpointing.file import OUR_KEY
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from tests.support.equality import assert_equal
 from tests.support.resumption import assert_resumes
 from tests.support.trainer_runs import Small, Stream, loader, trainer
@@ -328,6 +330,37 @@ def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, of_the_module: 
     assert calls == expected
     assert "noted_epoch" in calls[-1]
     assert calls[0][0] == "after"
+
+
+class WithoutHooks(Callback):
+    pass
+
+
+class CountsBatches(Callback):
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.batches += 1
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_hook_in_which_a_function_of_a_callback_saves_is_finished(behind: bool, tmp_path: Path) -> None:
+    """Its file holds the batch only if another hook follows."""
+    path = tmp_path / "saved.ckpt"
+
+    def save(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2 and not path.exists():
+            trainer.save_checkpoint(path)
+
+    for ckpt_path in (None, path):
+        counts = CountsBatches()
+        callbacks = [LambdaCallback(on_train_batch_end=save), counts, WithoutHooks()]
+        if not behind:
+            callbacks = [counts, callbacks[0], WithoutHooks()]
+        trainer(max_epochs=1, callbacks=callbacks).fit(Small(), loader(3), ckpt_path=ckpt_path)
+        assert counts.batches == 3
+    assert bool(read_checkpoint(path)[OUR_KEY]["position"]["batch_end"]) is behind
 
 
 def test_a_hook_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
