@@ -177,26 +177,3 @@ def test_a_key_that_no_trainer_has_is_refused_at_a_glance(tmp_path):
     (tmp_path / "config.yaml").write_text("trainer:\n  max_epochs: 1\n\nmodule:\n  _target_: mine.Module\n")
     with pytest.raises(ConfigurationError, match=r"no key 'trainer\.of_mine'"):
         refuse_unknown_keys(["trainer.of_mine=1"], [tmp_path])
-
-
-def test_the_end_of_a_command_does_not_look_through_all_objects():
-    program = """
-import gc
-from equipoise.__main__ import main
-
-class Open:
-    def __del__(self):
-        print("freed")
-
-cycle = Open()
-cycle.itself = cycle
-del cycle
-main(["--version"])
-print(gc.get_freeze_count() > 0)
-main()
-print(gc.get_freeze_count() > 0)
-"""
-    command = [sys.executable, "-c", program, "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    version = f"equipoise {__version__}"
-    assert done.stdout.splitlines() == [version, "False", version, "freed", "True"]
