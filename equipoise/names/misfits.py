@@ -127,7 +127,8 @@ def hint_of_argument(name: str, parameters: Collection[str]) -> str:
     if not matches and {"fast_dev_run", "datamodule"}.intersection(parameters):
         places = [_PLACES[key] for key in (name, *(meant or keys_named(name))) if key in _PLACES]
         if places:
-            return f"did you mean {places[0]}?"
+            own = [repr(parameter) for parameter in parameters if f"({parameter}=" in places[0]]
+            return f"did you mean {[*own, places[0]][0]}?"
     matches += get_close_matches(name, parameters, n=1)
     if matches:
         return f"did you mean {matches[0]!r}?"

@@ -61,6 +61,7 @@ MISTAKES = {
         "trainer().fit(Net(), loader, epochs=3)"
     ),
     "did you mean 'train_dataloaders'?": "trainer().fit(Net(), train_dataloader=loader)",
+    "did you mean 'model'?": "trainer().fit(module=Net(), train_dataloaders=loader)",
     "DataParallelStrategy takes no devices: give them to the trainer, as in Trainer(devices=['cuda:0'],": (
         "equipoise.DataParallelStrategy(['cuda:0'])"
     ),
