@@ -163,7 +163,10 @@ def _run(command_line: Sequence[str]) -> int:
 
         complete(arguments)
     elif name.startswith("-"):
-        raise ConfigurationError(f"Flags follow the command, as in equipoise fit {name}.")
+        from equipoise.app.command_line.flags import STAGE_FLAGS
+
+        flag = name if name in STAGE_FLAGS else "--help"
+        raise ConfigurationError(f"Flags follow the command, as in equipoise fit {flag}.")
     else:
         commands = (*STAGES, *names_of_commands())
         hint = did_you_mean(name, commands, meant=meant_commands(name, commands))

@@ -22,10 +22,5 @@ def interleave(of_processes: Iterable[Iterable[T]]) -> list[T]:
         >>> interleave([["a", "c", "e"], ["b", "d"]])
         ['a', 'b', 'c', 'd', 'e']
     """
-    results: list[T] = []
     rounds: Iterator[tuple[Any, ...]] = zip_longest(*of_processes, fillvalue=_MISSING)
-    for results_of_round in rounds:
-        for result in results_of_round:
-            if result is not _MISSING:
-                results.append(result)
-    return results
+    return [result for results_of_round in rounds for result in results_of_round if result is not _MISSING]

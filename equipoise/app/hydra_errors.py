@@ -20,7 +20,7 @@ import equipoise
 from equipoise.app.config.checks import import_paths, takes_argument
 from equipoise.app.config.keys import GROUPS, KEYS
 from equipoise.app.config.suggestions import did_you_mean, unknown_trainer_key
-from equipoise.app.output import cannot_be_made
+from equipoise.app.output import cannot_be_made, is_job_of_sweep
 from equipoise.errors import ConfigurationError
 from equipoise.names.synonyms import meant_keys, meant_options
 
@@ -32,6 +32,9 @@ _GROUPS_OF_MAPPINGS = ("callbacks", "logger")
 _OPTIMISERS = ("optim", "optimiser", "optimizer", "optimizers", "scheduler", "lr_scheduler")
 # First words of the options that packages of Hydra add to its launchers and sweepers.
 _PLUGINS = ("ax", "joblib", "nevergrad", "optuna", "ray", "rq", "submitit")
+# Functions of Hydra that make folders: of a run or of a job, and of a sweep.
+_RUN_FOLDER = "hydra.core.utils.run_job"
+_SWEEP_FOLDER = "hydra._internal.core_plugins.basic_sweeper.sweep"
 
 
 @contextmanager
@@ -93,8 +96,9 @@ def _explain_by_place(error: AssertionError | OSError) -> str | None:
     places = [(frame, str(frame.f_globals.get("__name__"))) for frame, _ in walk_tb(error.__traceback__)]
     frame, module = [place for place in places if place[1].partition(".")[0] != "pathlib"][-1]
     place = f"{module}.{frame.f_code.co_name}"
-    if isinstance(error, OSError) and place == "hydra.core.utils.run_job":
-        return cannot_be_made(error, "hydra.run.dir")
+    if isinstance(error, OSError) and place in (_RUN_FOLDER, _SWEEP_FOLDER):
+        is_sweep = place == _SWEEP_FOLDER or is_job_of_sweep()
+        return cannot_be_made(error, "hydra.sweep.dir" if is_sweep else "hydra.run.dir")
     if place == "hydra.core.default_element.get_name":
         return _early_override(frame.f_locals["self"].group, "the groups that follow")
     return None
@@ -213,7 +217,13 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
         argument, key, several = match.groups()
         return f"{argument} gives several values: --multirun runs each of them, {key}=[{several}] is one list."
 
-    # 6. A list of defaults in another order, or with a group twice.
+    # 6. Any other text, without the list of folders after it.
+    message, _, _ = text.partition("\nConfig search path")
+    return _explain_order(text) or message.strip()
+
+
+def _explain_order(text: str) -> str | None:
+    """Return the message for what comes too early in a list of defaults, or twice; None for any other text."""
     match = re.match(r"(In \S+): Override '(\S+) : .*' is defined before '(\S+): ", text)
     if match:
         file, group, later = match.groups()
@@ -221,17 +231,12 @@ def _explain_text(text: str, folders: Sequence[Path]) -> str:
     match = re.match(r"(\S+) appears more than once in the final defaults list", text)
     if match:
         return f"{match[1]} is chosen twice: write {match[1]}=NAME, without a plus, to choose another option."
-
-    # 7. A key that is there, added.
     match = re.match(
         r"Could not append to config. An item is already at '(.*)'.\s+Either remove \+ prefix: '(.*)'", text
     )
     if match:
         return f"The configuration has the key {match[1]!r}: write {match[2]}, without a plus, to change it."
-
-    # 8. Any other text, without the list of folders after it.
-    message, _, _ = text.partition("\nConfig search path")
-    return message.strip()
+    return None
 
 
 def _hint_of_options(group: str, folders: Sequence[Path]) -> str:

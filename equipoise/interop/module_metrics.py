@@ -25,13 +25,10 @@ def named_metrics(module: nn.Module) -> dict[str, Metric]:
         >>> list(named_metrics(module))
         ['mean', 'others.val.0']
     """
-    metrics: dict[str, Metric] = {}
     parts = dict(module.named_modules())
+    metrics = {name: part for name, part in parts.items() if isinstance(part, Metric)}
     # Identities of visited objects, which also end circles.
     seen = set(map(id, parts.values()))
-    for name, part in parts.items():
-        if isinstance(part, Metric):
-            metrics[name] = part
     for name, part in parts.items():
         # The attributes of a metric are its states.
         if isinstance(part, Metric):

@@ -14,17 +14,20 @@ __all__ = ["attribute_meant", "described", "hint_of_argument", "refuse_misfits"]
 # Names of arguments that a message lists.
 _MOST_NAMES = 15
 _KINDS_OF_DEVICES = ("cpu", "cuda", "gpu", "mps")
-# What is an argument elsewhere, by its name or by its key in a configuration.
+# What is not given to the trainer, by its name or by its key in a configuration.
 _PLACES = {
     "data.batch_size": "`DataLoader(batch_size=...)`",
     "data.num_workers": "`DataLoader(num_workers=...)`",
     "module.lr": "`configure_optimizers` of the module",
     "optimizer": "`configure_optimizers` of the module",
-    "module": "`fit(model=...)`",
-    "data": "`fit(datamodule=...)`",
-    "train_dataloader": "`fit(train_dataloaders=...)`",
-    "train_dataloaders": "`fit(train_dataloaders=...)`",
-    "val_dataloaders": "`fit(val_dataloaders=...)`",
+}
+# Arguments of the trainer's entry points, by the same.
+_OF_ENTRY_POINTS = {
+    "module": "model",
+    "data": "datamodule",
+    "train_dataloader": "train_dataloaders",
+    "train_dataloaders": "train_dataloaders",
+    "val_dataloaders": "val_dataloaders",
 }
 
 
@@ -124,11 +127,14 @@ def hint_of_argument(name: str, parameters: Collection[str]) -> str:
     of_trainer = [key.removeprefix("trainer.") for key in meant or keys_named(name) if key.startswith("trainer.")]
     if of_trainer and not matches:
         return f"did you mean `Trainer({of_trainer[0]}=...)`?"
+    # The Trainer, or one of its entry points.
     if not matches and {"fast_dev_run", "datamodule"}.intersection(parameters):
-        places = [_PLACES[key] for key in (name, *(meant or keys_named(name))) if key in _PLACES]
-        if places:
-            own = [repr(parameter) for parameter in parameters if f"({parameter}=" in places[0]]
-            return f"did you mean {[*own, places[0]][0]}?"
+        keys = [name, *(meant or keys_named(name))]
+        matches = [_OF_ENTRY_POINTS[key] for key in keys if _OF_ENTRY_POINTS.get(key) in parameters]
+        places = [_PLACES[key] for key in keys if key in _PLACES]
+        places += [f"`fit({_OF_ENTRY_POINTS[key]}=...)`" for key in keys if key in _OF_ENTRY_POINTS]
+        if places and not matches:
+            return f"did you mean {places[0]}?"
     matches += get_close_matches(name, parameters, n=1)
     if matches:
         return f"did you mean {matches[0]!r}?"

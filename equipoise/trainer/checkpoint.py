@@ -256,6 +256,7 @@ def _runs(frame: FrameType, callback: Callback, hook: str | None) -> bool:
     method = getattr(callback, str(hook), None)
     is_own = any(frame.f_locals.get(name) is callback for name in ("self", *code.co_varnames[:1]))
     if code is getattr(method, "__code__", None):
+        # A function that was assigned to the callback does not receive it.
         return is_own or not hasattr(method, "__self__")
     return is_own and code.co_name == hook
 

@@ -113,6 +113,10 @@ trainer().fit(Steps(), loader)
 """,
     "does not define `training_step`. Rename `train_step`.": """
 class Steps(equipoise.LightningModule):
+    @property
+    def not_yet(self):
+        raise ValueError("it is asked for too early")
+
     def train_step(self, batch, batch_idx):
         pass
 

@@ -53,8 +53,8 @@ def run_stage(stage: str, arguments: Sequence[str]) -> None:
 
 def _check_argument(argument: str, stage: str) -> None:
     flag, equals, _ = argument.partition("=")
-    # Hydra takes the first letter of several words, and the part behind it, as in -cn=name.
-    is_known = flag in STAGE_FLAGS if flag.startswith("--") else re.match("-(c[pnd]?|[hmpri]|sc)", flag)
+    # Flags of one dash are Hydra's; the value of -cp, -cn and -cd may follow without a space.
+    is_known = flag in STAGE_FLAGS if flag.startswith("--") else re.fullmatch("-([hmpric]|sc|c[pnd].*)", flag)
     if flag == "--debug" and equals:
         raise ConfigurationError("--debug takes no value.")
     if flag.startswith("-") and not is_known:

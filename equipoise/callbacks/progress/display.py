@@ -110,9 +110,6 @@ def _has_widgets() -> bool:
 
 def _log_handlers() -> list[_StreamHandler]:
     """Return handlers that may hold a stream from before the display, and would write into its lines."""
-    stream_handlers = []
-    for name in ("", "lightning", "lightning.pytorch", "lightning.fabric", "equipoise"):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler):
-                stream_handlers.append(handler)
-    return stream_handlers
+    names = ("", "lightning", "lightning.pytorch", "lightning.fabric", "equipoise")
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]

@@ -78,6 +78,9 @@ def is_overridden(name: str, value: Any) -> bool:
     Args:
         name: The method's name.
         value: The object; None overrides nothing.
+
+    Raises:
+        ConfigurationTypeError: If an attribute of the object, which cannot be called, hides the method.
     """
     own = getattr(value, "__dict__", {}).get(name)
     if own is not None and not callable(own):

@@ -145,16 +145,18 @@ class Hooks:
 
     def bind(self, name: str) -> Hook | None:
         """Bind the hook of the callbacks and the module; None if it is not overridden."""
-        callbacks, module = self.callbacks, self._of_module(name)
-        hooks = self._of_callbacks(name, callbacks)
+        callbacks = self.callbacks
+        module = self._of_module(name)
+        followed = 0
         if name == "on_train_batch_end":
             # Callbacks that come before the module, or before the last one of the user, may save.
-            users = [at for at, each in enumerate(callbacks) if not type(each).__module__.startswith(LIBRARIES)]
-            users = [at for at in users if overrides(callbacks[at], name, Callback)]
-            last = len(callbacks) if module is not None else max(users, default=0)
-            if before := self._of_callbacks(name, callbacks[:last]):
-                hooks = [self._keep_arguments, *before, self._forget_arguments, *hooks[len(before) :]]
-        return self._fire(name, hooks, module)
+            users = [each for each in callbacks if not type(each).__module__.startswith(LIBRARIES)]
+            places = [callbacks.index(each) for each in users if overrides(each, name, Callback)]
+            followed = max(places, default=0) if module is None else len(callbacks)
+        hooks = self._of_callbacks(name, callbacks[:followed])
+        if hooks:
+            hooks = [self._keep_arguments, *hooks, self._forget_arguments]
+        return self._fire(name, hooks + self._of_callbacks(name, callbacks[followed:]), module)
 
     def _keep_arguments(self, trainer: Any, module: Any, *arguments: Any) -> None:
         self.awaited = arguments

@@ -154,8 +154,8 @@ def _check_methods(module: LightningModule, fn: TrainerFn) -> None:
         if not is_overridden(method, module):
             from equipoise.names.synonyms import meant_hooks, similar_step
 
-            names = (other for other in dir(module) if other != method and callable(getattr(module, other, None)))
-            mistyped = [other for other in names if method in (similar_step(other), *meant_hooks(other))]
+            names = [other for other in dir(module) if method in (similar_step(other), *meant_hooks(other))]
+            mistyped = [other for other in names if other != method and callable(getattr(module, other, None))]
             remedy = f"Rename `{mistyped[0]}`." if mistyped else "Define it."
             listed = " and ".join(f"`{each}`" for each in needed)
             raise ConfigurationError(f"`{fn.value}` needs {listed}, but {name} does not define `{method}`. {remedy}")
