@@ -42,7 +42,7 @@ def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_si
 # Measuring
 
 
-@pytest.mark.parametrize(("batch_size", "devices"), [(4, 2), (6, 3), (64, 2), (25, 5)])
+@pytest.mark.parametrize(("batch_size", "devices"), [(4, 2), (25, 5)])
 def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> None:
     batch_size *= devices
     simulated = {index: device(1.0, 1.0) for index in range(devices)}
@@ -105,7 +105,6 @@ def test_a_device_that_fails_is_not_measured() -> None:
     [
         ([None, None, None], [4, 4, 4]),
         ([2, 5, None], [2, 4, 6]),
-        ([2, 5, 5], [2, 5, 5]),
         ([0, 8, 4], [0, 8, 4]),
         ([2, 4, 5], [4, 4, 4]),  # all together have no room: nothing helps
     ],

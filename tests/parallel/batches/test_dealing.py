@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from equipoise.interleave import interleave
-from equipoise.parallel.batches.dealing import Turns, deal_batches, is_dealt
+from equipoise.parallel.batches.dealing import deal_batches, is_dealt
 
 SAMPLES = list(range(11))
 
@@ -45,10 +45,3 @@ def test_each_batch_goes_to_one_process(name: str, count: int) -> None:
         whole = [torch.as_tensor(batch).reshape(-1) for batch in LOADERS[name]()]
         assert list(map(torch.Tensor.tolist, batches)) == list(map(torch.Tensor.tolist, whole))
     assert not is_dealt(LOADERS[name]())
-
-
-def test_turns_have_the_lengths_of_what_they_yield() -> None:
-    expected = [[0, 3], [1, 4], [2]]
-    parts = [Turns(range(5), rank, 3) for rank in range(3)]
-    assert list(map(list, parts)) == expected
-    assert list(map(len, parts)) == list(map(len, expected))
