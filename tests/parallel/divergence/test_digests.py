@@ -28,7 +28,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "_CHUNK_ON_CPU", 64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.bool], ids=str)
 def test_each_element_changes_the_digest(dtype: torch.dtype) -> None:
     tensor = drawn(dtype, 3, 7)
     before = digest(tensor)

@@ -39,7 +39,3 @@ def test_an_error_travels_without_its_cause_and_keeps_it_here() -> None:
     assert (read.__cause__, read.__context__, read.__traceback__) == (None, None, None)
     assert isinstance(error.__cause__, KeyError)
     assert error.__traceback__ is not None
-
-
-def test_an_error_that_cannot_travel() -> None:
-    assert pickle_error(ValueError(threading.Lock())) is None

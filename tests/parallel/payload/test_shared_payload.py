@@ -1,6 +1,5 @@
 """Objects that go to other processes: what they share, what stays theirs, what cannot go."""
 
-import os
 import traceback
 from typing import Any
 
@@ -48,17 +47,7 @@ def test_tensors_of_every_kind_arrive_as_they_were(package: SharedPayload) -> No
     read[0][3] = 100
     assert read[1][0, 0] == 100  # as they shared memory before
     assert base[3] == 3  # and nobody else sees it
-    read[8][0] = 7
-
-
-def test_a_module_keeps_its_ties_and_its_state(package: SharedPayload) -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
-    module[1].weight = module[0].weight
-    read = package.unpack(package.pack(module))
-    assert read[1].weight is read[0].weight
-    assert_equal(module, read)
-    read(torch.randn(3, 2)).sum().backward()
-    torch.save(read.state_dict(), os.devnull)
+    read[8][0] = 7  # arrays may be written to
 
 
 def test_each_tensor_has_memory_of_its_own(package: SharedPayload) -> None:
@@ -80,7 +69,6 @@ def test_what_is_defined_here_keeps_its_file_and_lines(package: SharedPayload) -
 
 
 def test_a_payload_is_written_anew_for_each_answer(package: SharedPayload) -> None:
-    """A package is written anew for each answer."""
     assert package.unpack(package.pack(torch.ones(1000))).sum() == 1000
     assert package.unpack(package.pack("short")) == "short"
 

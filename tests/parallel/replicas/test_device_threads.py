@@ -59,7 +59,6 @@ def test_one_thread_for_each_distinct_device(threads: DeviceThreads) -> None:
 def test_distinct_devices_run_at_the_same_time(threads: DeviceThreads) -> None:
     barrier = threading.Barrier(2, timeout=PATIENCE)
     assert sorted(threads.run([(0, barrier.wait), (1, barrier.wait)])) == [0, 1]
-    assert sorted(threads.run([(3, barrier.wait), (2, barrier.wait)])) == [0, 1]
 
 
 def test_the_first_of_those_that_take_part_runs_here(threads: DeviceThreads) -> None:
@@ -111,10 +110,7 @@ def look() -> dict[str, Any]:
 
 
 # Each mode within the next one, which each can change what the other has set.
-NESTED = list(itertools.pairwise([*MODES, "nothing"]))
-
-
-@pytest.mark.parametrize(("inner", "outer"), NESTED)
+@pytest.mark.parametrize(("inner", "outer"), list(itertools.pairwise([*MODES, "nothing"])))
 def test_threads_of_devices_have_the_modes_of_the_caller(inner: str, outer: str, threads: DeviceThreads) -> None:
     fresh = look()
     with MODES[outer](), MODES[inner]():
@@ -123,54 +119,6 @@ def test_threads_of_devices_have_the_modes_of_the_caller(inner: str, outer: str,
     assert first == here
     assert other == here
     assert threads.run([(0, look), (1, look)]) == [fresh, fresh]  # and are no longer
-
-
-def test_the_modes_of_these_tests_differ() -> None:
-    """So that the test above can fail."""
-    seen = []
-    for mode in MODES.values():
-        with mode():
-            seen.append(look())
-    different = {str(state) for state in seen}
-    assert len(different) == len(MODES) - 3  # grad is enabled anyway, nothing is cast anyway, and no CUDA to be seen
-
-
-@pytest.mark.parametrize(("inside", "outside"), [*NESTED, *((outside, inside) for inside, outside in NESTED)])
-def test_a_state_is_entered_within_any_other(inside: str, outside: str) -> None:
-    with MODES[inside]():
-        state = ThreadState.capture(["cpu", "cuda"])
-    with MODES[outside]():
-        before = ThreadState.capture(["cpu", "cuda"])
-        with state.entered():
-            # Inference mode disables gradients whichever state it is in.
-            assert ThreadState.capture(["cpu", "cuda"]) == state
-        assert ThreadState.capture(["cpu", "cuda"]) == before
-
-
-def test_a_state_that_the_thread_has_creates_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A region of autocast asks the driver of CUDA for the device's properties."""
-    with torch.autocast("cpu", torch.bfloat16):
-        state = ThreadState.capture(["cpu", "cuda"])
-        monkeypatch.setattr(torch, "autocast", None)
-        monkeypatch.setattr(torch, "inference_mode", None)
-        with state.entered():
-            pass
-
-
-def test_a_region_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        state = ThreadState.capture(["cpu"])
-    before = ThreadState.capture(["cpu"])
-    with state.entered():
-        pass
-    monkeypatch.setattr(torch, "autocast", None)
-    for _ in range(3):
-        with state.entered():
-            assert ThreadState.capture(["cpu"]) == state
-        assert ThreadState.capture(["cpu"]) == before
-    with pytest.raises(ValueError, match="within"), state.entered():
-        raise ValueError("within")
-    assert ThreadState.capture(["cpu"]) == before
 
 
 # Errors
@@ -185,7 +133,7 @@ def fail(error: BaseException, after: threading.Event | None = None) -> Callable
     return run
 
 
-@pytest.mark.parametrize(("position", "kind"), [(0, ValueError), (1, torch.OutOfMemoryError), (1, KeyboardInterrupt)])
+@pytest.mark.parametrize(("position", "kind"), [(0, ValueError), (1, KeyboardInterrupt)])
 def test_an_error_names_its_part(position: int, kind: type[BaseException], threads: DeviceThreads) -> None:
     error = kind("too bad")
     functions = [(0, lambda: None), (1, lambda: None)]

@@ -73,10 +73,9 @@ def test_restore_gives_the_same_streams(value: int, before: list[str], between: 
     assert draw(everything) != first
 
 
-@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox])
-def test_another_bit_generator_of_numpy_is_restored(kind: Any) -> None:
+def test_another_bit_generator_of_numpy_is_restored() -> None:
     standard = np.random.get_bit_generator()
-    np.random.set_bit_generator(kind(5))
+    np.random.set_bit_generator(np.random.PCG64(5))
     try:
         np.random.normal()
         state = through_a_file(capture())
@@ -85,26 +84,6 @@ def test_another_bit_generator_of_numpy_is_restored(kind: Any) -> None:
         assert draw(["numpy.normal", "numpy.rand", "numpy.permutation"]) == first
     finally:
         np.random.set_bit_generator(standard)
-
-
-def test_a_captured_state_does_not_move_with_the_generators() -> None:
-    state = capture()
-    before = through_a_file(state)
-    draw([*DRAWS])
-    np.random.rand(1000)  # the twister's words are made anew
-    for mine, theirs in ((state.cpu, before.cpu), (state.numpy["state"]["key"], before.numpy["state"]["key"])):
-        assert torch.equal(mine, theirs)
-    assert state.python == before.python
-
-
-def test_a_state_loaded_by_way_of_lists() -> None:
-    """As some formats return tuples."""
-    state = capture()
-    first = draw(list(DRAWS))
-    loaded = state.state_dict()
-    version, words, spare = loaded["python"]
-    RandomState.from_state_dict({**loaded, "python": [version, list(words), spare]}).restore()
-    assert draw(list(DRAWS)) == first
 
 
 def test_a_state_that_lacks_a_generator_is_refused() -> None:

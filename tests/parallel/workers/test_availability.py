@@ -36,6 +36,6 @@ def test_what_needs_several_processes_is_refused(use: Callable[[], Any], words: 
     refuses(use, REASON, "WSL 2", *words)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild", "virtual", "pipeline", "dp", "balanced"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hogwild", "pipeline", "dp"])
 def test_one_process_is_always_there(strategy: str) -> None:
     assert trainer(strategy=strategy, devices=1).world_size == 1

@@ -25,12 +25,11 @@ def kill_itself() -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "reason"),
     [
-        (os.abort, (), "its process was ended by SIGABRT"),
         (sys.exit, (0,), "its process left no result"),
         (sys.exit, (3,), "its process ended with exit code 3"),
         (kill_itself, (), "its process was ended by SIGKILL, as when the memory of the host is exhausted"),
     ],
-    ids=["aborts", "leaves in silence", "leaves", "is killed"],
+    ids=["leaves in silence", "leaves", "is killed"],
 )
 def test_how_a_process_ended_is_told(function: Any, arguments: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(CallError) as caught:
@@ -95,19 +94,6 @@ def test_a_process_finds_what_its_parent_finds(tmp_path: Path, monkeypatch: pyte
     expected = (7, "now", tmp_path, str(file), True)
     assert call_bounded(read_surroundings, timeout=60, paths=[str(folder)]) == expected
     assert os.listdir(folder) == ["module_of_a_user.py"]
-
-
-class Unreadable:
-    """Raises an error where it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
-
-
-def test_arguments_that_cannot_be_read() -> None:
-    with pytest.raises(CallError, match="its process ended with exit code 1") as caught:
-        call_bounded(print, Unreadable(), timeout=60)
-    assert "ValueError" in caught.value.output
 
 
 def choose_a_start_method() -> None:

@@ -1,6 +1,6 @@
 """Torch's modes reach another process as they are, whichever of torch's interfaces has set them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -23,9 +23,11 @@ def captured(rank: int) -> dict[str, object]:
     return torch_modes.capture()
 
 
-def surroundings_after(change: Callable[[], None], rank: int) -> tuple[dict[str, object], ProcessEnvironment]:
+def surroundings_after_a_change(rank: int) -> tuple[dict[str, object], ProcessEnvironment]:
     """The modes of a worker that has changed some of them, and what it would send to workers of its own."""
-    change()
+    backends.fp32_precision = "ieee"
+    cudnn.conv.fp32_precision = "tf32"
+    mkldnn.matmul.fp32_precision = "bf16"
     return torch_modes.capture(), ProcessEnvironment()
 
 
@@ -34,20 +36,9 @@ def captured_in(surroundings: ProcessEnvironment, rank: int) -> dict[str, object
     return torch_modes.capture()
 
 
-def let_products_be_short() -> None:
-    cuda.matmul.fp32_precision = "tf32"
-
-
-def let_some_be_short_and_others_not() -> None:
-    backends.fp32_precision = "ieee"
-    cudnn.conv.fp32_precision = "tf32"
-    mkldnn.matmul.fp32_precision = "bf16"
-
-
-@pytest.mark.parametrize("change", [let_products_be_short, let_some_be_short_and_others_not])
-def test_workers_compute_in_the_precision_of_their_parent(change: Callable[[], None]) -> None:
+def test_workers_compute_in_the_precision_of_their_parent() -> None:
     """The parent is itself a process of its own, since such changes cannot be undone."""
-    changed, surroundings = launch(partial(surroundings_after, change), 1)
+    changed, surroundings = launch(surroundings_after_a_change, 1)
     assert changed != torch_modes.capture()
     assert launch(partial(captured_in, surroundings), 1) == changed
 
