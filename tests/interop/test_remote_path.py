@@ -53,16 +53,6 @@ def test_files_are_renamed_and_removed(folder: AnyPath) -> None:
     assert not other.exists()
 
 
-def test_the_root_of_a_file_system_is_a_folder(memory_files: Any) -> None:
-    root = RemotePath("memory://")
-    file = root / "x.ckpt"
-    assert str(file) == "memory://x.ckpt"
-    assert (file.parent, root.parent, file.with_name("y")) == (root, root, root / "y")
-    file.parent.mkdir()
-    file.write_bytes(b"1")
-    assert list(root.iterdir()) == [file]
-
-
 def test_a_name_with_brackets_is_no_pattern(memory_files: Any) -> None:
     """One of brackets is removed, and not those that it would match."""
     folder = RemotePath("memory://run")
@@ -99,10 +89,8 @@ def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         ("s3://bucket/run/", RemotePath("s3://bucket/run")),
         ("simplecache::s3://bucket/run", RemotePath("simplecache::s3://bucket/run")),
         (RemotePath("s3://bucket"), RemotePath("s3://bucket")),
-        ("memory://", RemotePath("memory://")),
         ("C:/run", Path("C:/run")),
         ("/data/mine:/run", Path("/data/mine:/run")),
-        ("time 12:30/run", Path("time 12:30/run")),
     ],
 )
 def test_urls_are_told_from_paths_of_this_machine(path: Any, kind: AnyPath) -> None:

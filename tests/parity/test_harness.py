@@ -57,11 +57,6 @@ def test_an_error_that_lightning_does_not_raise_is_not_hidden(tmp_path: Path, mo
         check(Case(name="failing"), tmp_path)
 
 
-def test_a_missing_error_is_found_out(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="Lightning did not raise"):
-        check(Case(name="peaceful", raises=ArithmeticError), tmp_path)
-
-
 def watched(options: Any) -> bool:
     """Return True if a trainer with these options is watched."""
     return any(type(callback).__name__ == "Watcher" for callback in options["callbacks"])
@@ -82,8 +77,3 @@ def test_another_order_of_hooks_is_found_out(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Swapped, "twice", False)
     with pytest.raises(AssertionError, match=r"swapped \(watched\)[^-]*hooks[\s\S]*\+ module.on_before_zero_grad"):
         check(Case(name="swapped", module=Swapped, options={"max_epochs": 1}), tmp_path)
-
-
-def test_a_case_that_proves_nothing_is_found_out(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="does not do what the case is about"):
-        check(Case(name="vacuous", proves=lambda record: record["counters"]["global_step"] == 99), tmp_path)

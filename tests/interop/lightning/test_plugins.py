@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LSFEnvironment
-from lightning.pytorch import Trainer as TheirTrainer
 from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.plugins import (
     BitsandbytesPrecision,
     DoublePrecision,
-    HalfPrecision,
     MixedPrecision,
     Precision,
-    TorchCheckpointIO,
     TorchSyncBatchNorm,
     TransformerEnginePrecision,
 )
@@ -71,17 +68,6 @@ def test_plugins_of_precision_are_translated(package: Any, name: str) -> None:
     kind, arguments = PRECISIONS[name]
     plugin = getattr(package, kind)(*arguments)
     assert trainer(plugins=[plugin]).precision == trainer(precision=plugin).precision == name
-
-
-@pytest.mark.parametrize("plugin", [DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true")])
-def test_a_fit_in_a_precision_has_the_bits_of_lightning(plugin: Any) -> None:
-    weights = []
-    for options in ({}, {"cls": TheirTrainer}):
-        torch.manual_seed(3)
-        module = Small()
-        trainer(plugins=[plugin], **options).fit(module, loader())
-        weights.append(module.layer.weight.detach().clone())
-    assert torch.equal(*weights)
 
 
 def test_the_scaler_of_mixed_precision_scales() -> None:
@@ -157,13 +143,6 @@ def test_plugins_of_environments_are_translated(package: Any, monkeypatch: pytes
     for kind in (environments.TorchElasticEnvironment, environments.LightningEnvironment):
         run = trainer(plugins=[kind()], devices=2, strategy="ddp")
         assert (run.global_rank, run.world_size) == (1, 2)
-
-
-def test_plugins_of_several_kinds_at_once() -> None:
-    writer = TorchCheckpointIO()
-    run = trainer(plugins=[LightningEnvironment(), writer, DoublePrecision(), TorchSyncBatchNorm()])
-    assert run.checkpoint_io is writer
-    assert (run.precision, run.sync_batchnorm) == ("64-true", True)
 
 
 def test_lightnings_own_environment_in_tasks_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

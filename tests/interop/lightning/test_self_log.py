@@ -1,7 +1,6 @@
 """`self.log` of a module and its callbacks is ours in a run, and only there."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +47,6 @@ def test_log_is_bound_in_a_run_and_gone_after_it() -> None:
     ("hook", "error"),
     [
         ("setup", ValueError),
-        ("on_fit_start", KeyboardInterrupt),
-        ("on_train_epoch_start", ValueError),
         ("training_step", SystemExit),
         ("on_train_end", KeyboardInterrupt),
     ],
@@ -82,24 +79,9 @@ def test_log_is_bound_in_every_kind_of_run() -> None:
     assert seen == [True] * 3
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
-    "cloudpickle": lambda module: pickle.loads(cloudpickle.dumps(module)),
-    "torch.save": lambda module: torch_round_trip(module),
-}
-
-
-def torch_round_trip(module: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_a_module_is_copied_in_the_course_of_a_run(name: str) -> None:
-    module = Watching(COPIES[name])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(cloudpickle.dumps(module))])
+def test_a_module_is_copied_in_the_course_of_a_run(copied: Callable[[Any], Any]) -> None:
+    module = Watching(copied)
     trainer(max_steps=2).fit(module, loader())
     other = module.seen
     assert type(other) is Watching

@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import grad
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from equipoise.interop.distributed.backward_calls import BackwardCall, gradients_here, intercept_backwards
 from equipoise.interop.torch.autograd import (
-    is_changed,
     is_in_backward,
-    next_node_number,
-    number_of_node,
     run_backward,
-    running_node,
 )
 
 
@@ -47,12 +42,6 @@ def test_the_graph_is_freed() -> None:
         run_backward(loss, torch.ones_like(loss))
 
 
-def test_a_loss_without_graph_is_an_error() -> None:
-    loss = torch.ones(())
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        run_backward(loss, torch.ones(()))
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning", "ignore:Error detected in Sqrt:UserWarning")
 def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
     negative = torch.tensor(-1.0, requires_grad=True)
@@ -60,63 +49,6 @@ def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
         loss = torch.sqrt(negative)
         with pytest.raises(RuntimeError, match="nan values"):
             run_backward(loss, torch.ones_like(loss))
-
-
-def test_modes_see_the_backward() -> None:
-    class Names(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(getattr(function, "__name__", ""))
-            return function(*args, **(kwargs or {}))
-
-    loss, leaves = loss_of(0)
-    gradient = torch.ones_like(loss)
-    with Names() as mode:
-        run_backward(loss, gradient)
-    assert "backward" in mode.names
-    assert leaves[0].grad is not None
-
-
-def test_changes_in_place_are_noticed() -> None:
-    tensor = torch.ones(())
-    assert not is_changed(tensor)
-    tensor.mul_(2)
-    assert is_changed(tensor)
-
-
-def test_nodes_are_numbered_in_order() -> None:
-    before = next_node_number()
-    leaf = torch.ones(2, requires_grad=True)
-    nodes = [(leaf * factor).grad_fn for factor in range(3)]
-    assert [number_of_node(node) for node in nodes] == [before, before + 1, before + 2]
-    assert next_node_number() == before + 3
-    # The node at which a leaf receives its gradient has a number beyond all others.
-    (accumulation, _), *_ = nodes[0].next_functions
-    assert number_of_node(accumulation) >= 2**63
-
-
-def test_the_node_of_the_running_backward_is_known() -> None:
-    assert running_node() is None
-    seen = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: Tensor) -> Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            seen.append(number_of_node(running_node()))
-            return gradient
-
-    output = Watched.apply(torch.ones(2, requires_grad=True))
-    number = number_of_node(output.grad_fn)
-    output.sum().backward()
-    assert seen == [number]
-    assert running_node() is None
 
 
 def test_every_backward_is_intercepted() -> None:

@@ -42,23 +42,6 @@ def step(measuring: Calibration, simulated: dict[int, SimulatedDevice], batch_si
 # Measuring
 
 
-@pytest.mark.parametrize(("batch_size", "devices"), [(4, 2), (25, 5)])
-def test_every_device_computes_several_sizes(batch_size: int, devices: int) -> None:
-    batch_size *= devices
-    simulated = {index: device(1.0, 1.0) for index in range(devices)}
-    measuring = Calibration([CPU] * devices, simulated)
-    taken = []
-    while not measuring.is_done:
-        taken.append(step(measuring, simulated, batch_size))
-        assert len(taken) < 50
-    assert len(taken) == 7  # one to warm up
-    assert all(sum(sizes) == batch_size and min(sizes) > 0 for sizes in taken)
-    for index, times in enumerate(measuring.times):
-        assert [size for size, _ in times.measured] == [sizes[index] for sizes in taken[1:]]
-        assert len({size for size, _ in times.measured}) >= (3 if batch_size > 6 * devices else 2)
-        assert times.measured == [(size, 1.0 + size) for size, _ in times.measured]
-
-
 @pytest.mark.parametrize(
     ("simulated", "batch_size", "sizes"),
     [

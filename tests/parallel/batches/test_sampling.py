@@ -17,10 +17,8 @@ from equipoise.parallel.batches.sampling import (
     Collate,
     FirstBatches,
     SameOrder,
-    SharedBatches,
     UnpaddedDistributedSampler,
 )
-from equipoise.parallel.batches.shares import sizes_by_shares
 from equipoise.strategies.distributed.loaders import share_loader
 
 
@@ -57,28 +55,6 @@ def test_a_users_sampler_draws_alike_everywhere() -> None:
     assert list(other) == one
     other.set_epoch(1)
     assert list(other) != one
-
-
-@given(
-    count=st.integers(0, 40),
-    batch_size=st.integers(1, 5),
-    shares=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
-    drop_last=st.booleans(),
-)
-def test_each_step_is_shared_out_among_the_processes(
-    count: int, batch_size: int, shares: list[int], drop_last: bool
-) -> None:
-    together = batch_size * len(shares)
-    parts = [
-        SharedBatches(BatchSampler(range(count), together, drop_last), lambda n, step: sizes_by_shares(n, shares), rank)
-        for rank in range(len(shares))
-    ]
-    drawn = [list(part) for part in parts]
-    assert [len(part) for part in parts] == [len(each) for each in drawn]
-    assert len({len(each) for each in drawn}) == 1
-    used = count - count % together if drop_last else count
-    steps = [flat(each[step] for each in drawn) for step in range(len(drawn[0]))]
-    assert flat(steps) == list(range(used))
 
 
 @given(count=st.integers(1, 40), batch_size=st.integers(1, 6), processes=st.integers(1, 5), drop_last=st.booleans())

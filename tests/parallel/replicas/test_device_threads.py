@@ -215,16 +215,6 @@ def test_a_failure_holds_nothing_when_it_was_handled(position: int, threads: Dev
 # The end
 
 
-def test_closing_ends_the_threads() -> None:
-    before = set(threading.enumerate())
-    made = DeviceThreads([CPU, META])
-    made.run([(0, name), (1, name)])
-    (thread,) = set(threading.enumerate()) - before
-    made.close()
-    assert not thread.is_alive()
-    made.close()  # again does no harm
-
-
 def test_a_state_for_another_process_names_no_device() -> None:
     state = ThreadState.capture(["cpu"])
     assert state._replace(cuda_device=1, cuda_streams=("of cuda:1",)).without_devices() == state

@@ -61,13 +61,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.ckpt"
 
 
-def test_a_checkpoint_comes_back(path: Path) -> None:
-    checkpoint = load_checkpoint(path)
-    assert torch.equal(checkpoint["state_dict"]["weight"], torch.arange(12, dtype=torch.float64).reshape(4, 3))
-    assert checkpoint["pair"] == (1, [2])
-    assert load_checkpoint(path, keep_shards=True)["state_dict"]["weight"].is_meta
-
-
 def test_another_checkpoint_takes_the_place_of_a_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for exchanges in (True, False):
         if not exchanges:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from equipoise.errors import CheckpointError
 from equipoise.parallel.snapshot.random_state import RandomState, capture, isolated
@@ -94,22 +93,6 @@ def test_a_state_that_lacks_a_generator_is_refused() -> None:
 
 
 # Isolation.
-
-
-@settings(deadline=None)
-@given(value=st.integers(0, 2**63 - 1), before=draws, inside=draws)
-def test_isolated_has_the_effect_of_lightnings_isolate_rng(value: int, before: list[str], inside: list[str]) -> None:
-    results = []
-    for isolation in (isolate_rng, isolated):
-        seed(value)
-        draw(before)
-        with isolation():
-            drawn = draw(inside)
-        results.append((drawn, draw([*DRAWS, *DRAWS])))
-    assert results[0] == results[1]
-    seed(value)
-    draw(before)
-    assert draw([*DRAWS, *DRAWS]) == results[1][1]
 
 
 def test_isolated_restores_after_an_error() -> None:

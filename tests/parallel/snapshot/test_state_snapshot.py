@@ -87,18 +87,6 @@ def test_buffers_are_restored_in_place() -> None:
         assert_equal(before, dict(module.named_buffers()))
 
 
-def test_a_buffer_of_another_shape_is_restored() -> None:
-    module = nn.Module()
-    module.register_buffer("seen", torch.zeros(2))
-    rewind = StepSnapshot(module, CPU)
-    rewind.mark()
-    module.seen = torch.arange(3.0)
-    rewind.mark()
-    module.seen.add_(1)
-    rewind.restore()
-    assert module.seen.tolist() == [0, 1, 2]
-
-
 def test_states_of_metrics_are_restored() -> None:
     module = nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "both": MetricCollection([MeanMetric()])})
     rewind = StepSnapshot(module, CPU)

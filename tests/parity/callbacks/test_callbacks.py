@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.spike import TrainingSpikeException
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     DeviceStatsMonitor,
@@ -18,7 +16,6 @@ from lightning.pytorch.callbacks import (
     SpikeDetection,
     StochasticWeightAveraging,
     ThroughputMonitor,
-    TQDMProgressBar,
     WeightAveraging,
 )
 from torch import nn
@@ -75,29 +72,6 @@ class Spikes(Classifier):
         return super().training_step(batch, batch_idx) * (1000.0 if batch_idx == 3 else 1.0)
 
 
-class Stateful(Callback):
-    """Keeps a counter in its state, and one in the checkpoint itself."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    @property
-    def state_key(self) -> str:
-        return "counter of batches"
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches = state["batches"]
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["from_callback"] = torch.tensor(self.batches)
-
-
 def averaging(**options: Any) -> Any:
     return lambda: [StochasticWeightAveraging(**options)]
 
@@ -121,22 +95,10 @@ CLOCKS = ["metrics.csv", "time'", "per_sec'"]
 
 CASES = [
     Case(
-        name="rates-by-default",
-        module=with_optimizers(scheduled),
-        callbacks=lambda: [LearningRateMonitor()],
-        proves=lambda r: "rate/first" in columns(r),
-    ),
-    Case(
         name="rates-by-step",
         module=with_optimizers(scheduled),
         callbacks=lambda: [LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)],
         options={"log_every_n_steps": 2},
-    ),
-    Case(
-        name="swa-with-batch-norm",
-        module=normed,
-        callbacks=averaging(swa_lrs=0.05, swa_epoch_start=0.5),
-        options={"max_epochs": 4},
     ),
     Case(
         name="swa-linear-with-scheduler-and-accumulation",
@@ -145,7 +107,6 @@ CASES = [
         options={"max_epochs": 4, "accumulate_grad_batches": 2},
         data=data.shuffled,
     ),
-    Case(name="ema", module=normed, callbacks=lambda: [EMAWeightAveraging(decay=0.7)]),
     Case(
         name="weight-averaging",
         module=normed,
@@ -162,13 +123,6 @@ CASES = [
     Case(name="pruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.3)]),
     Case(
         name="rich-summary", callbacks=lambda: [RichModelSummary(max_depth=2)], options={"enable_model_summary": True}
-    ),
-    Case(
-        name="tqdm-bar",
-        callbacks=lambda: [TQDMProgressBar(refresh_rate=2)],
-        options=SHOWS,
-        observe=bars,
-        data=data.several_val,
     ),
     Case(
         name="rich-bar",
@@ -200,7 +154,6 @@ CASES = [
             LearningRateMonitor(),
             EMAWeightAveraging(decay=0.8),
             ModelCheckpoint(monitor="val_loss", save_last=True),
-            Stateful(),
         ],
         options={"max_epochs": 3, "gradient_clip_val": 0.5},
     ),

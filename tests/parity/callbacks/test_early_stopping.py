@@ -54,13 +54,10 @@ def case(name: str, callbacks: Any, module: Any = Scripted, epochs: int | None =
 
 CASES = [
     case("patience-one", stopping(patience=1), epochs=3),
-    case("fast-dev-run", stopping("never logged"), fast_dev_run=True),
     case("not-finite", stopping(patience=9), NotANumber, epochs=3),
     case("training-value", stopping("train_value", patience=1), epochs=3),
     case("on-training-epoch-end", stopping("train_value", patience=1, check_on_train_epoch_end=True), epochs=3),
-    case("on-validation-end", stopping(patience=1, check_on_train_epoch_end=False), epochs=3),
     case("with-interval", stopping(patience=1), val_check_interval=1),
-    case("every-second-epoch", stopping(patience=1), check_val_every_n_epoch=2),
     case("min-epochs", stopping(patience=1), epochs=5, min_epochs=5),
     case("missing-value-not-strict", stopping("nowhere", strict=False), epochs=8),
     case("with-checkpoints-and-rates", together, epochs=3),

@@ -111,21 +111,15 @@ CASES = [
         saving(every_n_train_steps=4, save_top_k=-1),
         expected={f"epoch={e}-step={s}.ckpt" for e, s in ((1, 4), (2, 8), (3, 12))},
     ),
-    case(
-        "every-two-steps-monitored",
-        saving(every_n_train_steps=2, monitor="train_loss_step", save_top_k=2, filename="{step}"),
-    ),
     case("every-step-accumulating", saving(every_n_train_steps=1, save_top_k=-1), accumulate_grad_batches=3),
     case("on-training-epoch-end", saving(monitor="train_wave", save_on_train_epoch_end=True, save_top_k=2)),
     case(
         "on-validation-end", saving(monitor="wave", save_on_train_epoch_end=False, save_top_k=-1), val_check_interval=1
     ),
-    case("with-validation-inside-epochs", saving(monitor="val_loss", save_top_k=3), val_check_interval=2),
     case("by-time-at-every-step", saving(train_time_interval=timedelta(0), save_top_k=-1)),
     case("several", several),
     case("own-contents", saving(monitor="wave"), OwnContents),
     case("fast-dev-run", saving(monitor="wave"), expected=set(), fast_dev_run=True),
-    case("max-steps", saving(save_last=True, every_n_train_steps=3), max_steps=7, max_epochs=-1),
     Case(
         name="saved-by-hand",
         module=Waves,

@@ -9,7 +9,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from ..data import FEATURES
 from ..harness import Case, parity
 from ..modules import Classifier
-from ..resumption import StatefulData
 
 
 class WithExample(Classifier):
@@ -40,22 +39,6 @@ class Parameters(Classifier):
         self.save_hyperparameters(
             {"width": width, "names": list(names), "nested": {"x": 1.5, "deep": {"y": None}}, "on": True}
         )
-
-
-class DataParameters(StatefulData):
-    """A data module with a hyperparameter that the module has as well."""
-
-    def __init__(self, batches: int = 4, lr: float = 0.1) -> None:
-        super().__init__(batches)
-        self.save_hyperparameters()
-
-
-class Clashing(DataParameters):
-    """Shares a name with the module, with another value."""
-
-    def __init__(self, lr: float = 0.3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
 
 
 class LooksLikeALogger:
@@ -132,12 +115,6 @@ CASES = [
         proves=lambda r: "lightning_logs/version_0/metrics.csv" in r["files"],
     ),
     Case(name="csv-after-evaluation", run=evaluate_after),
-    Case(
-        name="tensorboard",
-        logger=board,
-        observe=folders,
-        proves=lambda r: any("tfevents" in name for name in r["files"]),
-    ),
     Case(name="tensorboard-own-writes", module=WritesThings, logger=board),
     Case(name="tensorboard-graph", module=WithExample, logger=lambda root: board(root, log_graph=True), watch=False),
     Case(
@@ -159,19 +136,6 @@ CASES = [
         observe=calls,
         options={"enable_checkpointing": False},
         proves=lambda r: len(r["observed"]) > 12,
-    ),
-    Case(name="own-after-evaluation", logger=lambda root: Recording(), observe=calls, run=evaluate_after),
-    Case(name="hyperparameters", module=Parameters),
-    Case(
-        name="hyperparameters-of-both",
-        data=lambda: {"datamodule": DataParameters()},
-        logger=lambda root: Recording(),
-        observe=calls,
-    ),
-    Case(
-        name="hyperparameters-clashing",
-        data=lambda: {"datamodule": Clashing()},
-        raises=RuntimeError,
     ),
     Case(name="hyperparameters-not-logged", module=Parameters, options={"enable_autolog_hparams": False}),
     Case(

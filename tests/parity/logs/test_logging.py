@@ -1,13 +1,10 @@
 """`self.log` in all its forms: levels, destinations, reductions, weights, values of every kind."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from .. import data
 from ..harness import Case, columns, parity
@@ -110,56 +107,12 @@ def with_graph(module: Any, loss: Tensor, index: int) -> None:
     module.log("synchronised", loss, sync_dist=True, on_epoch=True)
 
 
-class OwnLog(Classifier):
-    """Overrides `log` itself: a prefix for every name, and a list of what came by."""
-
-    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.names = [*getattr(self, "names", []), name]
-        super().log(f"mine/{name}", *args, **kwargs)
-
-
-@dataclass
-class Pair:
-    features: Tensor
-    labels: Tensor
-
-
-class Mapped(Classifier):
-    """Takes batches as dictionaries with a text in them."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss((batch["features"], batch["labels"]))
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self.loss(batch))
-
-
-class FromDataclass(Mapped):
-    def loss(self, batch: Any) -> Tensor:
-        return Classifier.loss(self, (batch.features, batch.labels))
-
-
-def collated(make: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
-    """Loaders whose batches a function makes of features and labels."""
-
-    def collate(items: Any) -> Any:
-        features, labels = zip(*items, strict=True)
-        return make(features=torch.stack(features), labels=torch.stack(labels))
-
-    options = {"batch_size": 4, "collate_fn": collate}
-    return lambda: {
-        "train_dataloaders": DataLoader(data.samples(22), **options),
-        "val_dataloaders": DataLoader(data.samples(10), **options),
-    }
-
-
 def simple(module: Any, loss: Tensor, index: int) -> None:
     module.log("loss", loss)
     module.log("mean_loss", loss, on_step=True, on_epoch=True)
 
 
 CASES = [
-    Case(name="defaults", module=both(lambda m, loss, i: m.log("loss", loss)), proves=lambda r: "loss" in columns(r)),
     Case(
         name="step-and-epoch",
         module=both(lambda m, loss, i: m.log("loss", loss, on_step=True, on_epoch=True)),
@@ -175,17 +128,7 @@ CASES = [
     Case(name="not-in-every-step", module=both(sometimes)),
     Case(name="own-step-axis", module=logging_module(axes), proves=lambda r: "step" in columns(r)),
     Case(name="logged-twice", module=logging_module(twice_equal)),
-    Case(name="graph-and-ranks", module=both(with_graph)),
-    Case(name="own-log", module=OwnLog, observe=lambda trainer: trainer.lightning_module.names),
-    Case(name="batches-as-dictionaries", module=Mapped, data=collated(lambda **parts: {"name": "batch", **parts})),
-    Case(name="batches-as-dataclasses", module=FromDataclass, data=collated(Pair)),
     Case(name="two-validation-loaders", module=logging_module(simple, simple), data=data.several_val),
-    Case(name="without-logger", module=both(simple), logger=lambda root: False),
-    Case(
-        name="two-loggers",
-        module=both(simple),
-        logger=lambda root: [CSVLogger(root, name="a", version=0), CSVLogger(root, name="b", version="x", prefix="p")],
-    ),
     *(
         Case(
             name=f"every-{every}-steps-accumulating-{accumulate}",

@@ -42,23 +42,6 @@ def logging_hooks(base: type[Any], hooks: Sequence[str], **options: Any) -> type
     return cls
 
 
-class InSteps(Classifier):
-    """Logs through methods that its steps and hooks call."""
-
-    def report(self, name: str) -> None:
-        self.log(f"{name}_epoch_number", float(self.current_epoch))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.report("train")
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.report("val")
-
-    def on_train_epoch_end(self) -> None:
-        self.log_dict({"end_a": 1.0, "end_b": 2.0}, prog_bar=True)
-
-
 class ReadsMetrics(Classifier):
     """Computes new values from those the trainer holds, and logs them."""
 
@@ -90,17 +73,6 @@ class Optimisation(Classifier):
         self.log("in_clipping", 1.0)
 
 
-class DirectToLogger(Classifier):
-    """Writes to the logger itself."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.logger.log_metrics({"direct": float(batch_idx)}, step=self.global_step)
-        return super().training_step(batch, batch_idx)
-
-    def on_fit_start(self) -> None:
-        self.logger.log_hyperparams({"from_hook": 3})
-
-
 class LogsThroughModule(Callback):
     """A callback that logs through the module, from a hook of its own."""
 
@@ -125,36 +97,19 @@ CASES = [
         proves=lambda r: {f"Callback.{hook}" for hook in HOOKS} <= columns(r),
     ),
     Case(
-        name="module-hooks-by-step-and-epoch",
-        module=logging_hooks(Classifier, [*BY_STEP, *BY_STEP_TOO], on_step=True, on_epoch=True),
-    ),
-    Case(
         name="callback-hooks-by-step-and-epoch",
         callbacks=lambda: [
             logging_hooks(Callback, [*BY_STEP, *BY_STEP_TOO], on_step=True, on_epoch=True, prog_bar=True)()
         ],
         options={"accumulate_grad_batches": 2, "log_every_n_steps": 2},
     ),
-    Case(name="helper-methods", module=InSteps),
     Case(name="reads-metrics", module=ReadsMetrics),
     Case(name="optimisation-step", module=Optimisation),
-    Case(name="direct-to-logger", module=DirectToLogger),
     Case(name="callback-through-module", callbacks=lambda: [LogsThroughModule()]),
     # tests/trainer/logging/test_arguments.py has the table of all hooks.
     Case(
         name="forbidden-in-module",
         module=logging_hooks(Classifier, ["on_fit_start"]),
-        raises=MisconfigurationException,
-    ),
-    Case(
-        name="forbidden-in-callback",
-        callbacks=lambda: [logging_hooks(Callback, ["on_sanity_check_end"])()],
-        raises=MisconfigurationException,
-    ),
-    Case(
-        name="forbidden-in-predict-step",
-        module=logging_hooks(Classifier, ["predict_step"]),
-        run=lambda trainer, module, given: trainer.predict(module, given["val_dataloaders"]),
         raises=MisconfigurationException,
     ),
 ]

@@ -111,27 +111,6 @@ class Matrix(WithMetric):
         self.log("matrix", self.matrix)
 
 
-class ReadsEarly(ByStepAndEpoch):
-    """Reads the trainer's metrics in every step, before the epoch is over."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        self.read = [*getattr(self, "read", []), values]
-
-
-class LossFromMetric(WithMetric):
-    """Logs a metric in both stages under one name."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.train_accuracy(self(batch[0]), batch[1])
-        self.log("accuracy", self.train_accuracy, on_step=True, on_epoch=True)
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.val_accuracy(self(batch[0]), batch[1])
-        self.log("accuracy", self.val_accuracy, on_step=True, on_epoch=True)
-
-
 CASES = [
     Case(
         name="by-step-and-epoch",
@@ -148,14 +127,6 @@ CASES = [
     ),
     Case(name="one-per-loader", module=PerLoader, data=data.several_val),
     Case(name="named-attribute", module=Nested),
-    Case(name="one-name-in-both-stages", module=LossFromMetric),
-    Case(
-        name="read-in-every-step",
-        module=ReadsEarly,
-        observe=lambda trainer: trainer.lightning_module.read,
-        proves=lambda r: len(r["observed"]) == 12,
-    ),
-    Case(name="validation-within-the-epoch", module=ByStepAndEpoch, options={"val_check_interval": 2}),
     Case(name="not-a-scalar", module=Matrix, raises=ValueError),
 ]
 

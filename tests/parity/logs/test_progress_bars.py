@@ -76,8 +76,8 @@ def everything(cls: Any, bar: Any, capsys: pytest.CaptureFixture[str]) -> Any:
     return seen, capsys.readouterr().out.count("hello")
 
 
-@pytest.mark.few_cases(3)
-@pytest.mark.parametrize("make", [TQDMProgressBar, lambda: TQDMProgressBar(2, leave=True), Named, lambda: Named(0)])
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("make", [lambda: TQDMProgressBar(2, leave=True), Named])
 def test_what_callbacks_read_of_lightnings_bar(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     expected, ours = everything(L.Trainer, make(), capsys), everything(Trainer, make(), capsys)
     assert len(ours[0]) > 100

@@ -27,24 +27,6 @@ class Manual(Classifier):
         return loss
 
 
-class ReturnsDictionary(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
-
-
-class ByClosure(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            return loss
-
-        self.log("closure_loss", optimizer.step(closure=closure))
-
-
 class Accumulates(Manual):
     """Steps every second batch, clips first."""
 
@@ -101,21 +83,6 @@ class Pair(Manual):
             self.log(f"loss_{index}", loss)
 
 
-class PairOfDictionaries(Pair):
-    """Two optimisers with a scheduler each, as a tuple of dictionaries."""
-
-    def configure_optimizers(self) -> Any:
-        first, second = super().configure_optimizers()
-        return (
-            {"optimizer": first, "lr_scheduler": {"scheduler": StepLR(first, 1, 0.5), "interval": "step"}},
-            {"optimizer": second, "lr_scheduler": StepLR(second, 1, 0.5)},
-        )
-
-    def on_train_epoch_end(self) -> None:
-        for scheduler in self.lr_schedulers():
-            scheduler.step()
-
-
 class Toggled(Pair):
     """Freezes what the other optimiser trains, by `toggle_optimizer`."""
 
@@ -129,35 +96,6 @@ class Toggled(Pair):
             optimizer.step()
             self.untoggle_optimizer(optimizer)
             self.log(f"frozen_{index}", float(frozen))
-
-
-class ToggledByContext(Pair):
-    """Freezes by the wrapper's `toggle_model`, with closures."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-
-            def closure(optimizer: Any = optimizer) -> Tensor:
-                loss = self.loss(batch)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                return loss
-
-            with optimizer.toggle_model(sync_grad=batch_idx % 2 == 0):
-                optimizer.step(closure=closure)
-
-
-class OneEveryThird(Pair):
-    """The second optimiser steps every third batch only."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        first.step()
-        first.zero_grad()
-        if batch_idx % 3 == 2:
-            second.step()
-            second.zero_grad()
 
 
 class OwnHooks(Manual):
@@ -177,15 +115,10 @@ class OwnHooks(Manual):
 
 
 CASES = [
-    Case(name="returns-dictionary", module=ReturnsDictionary),
-    Case(name="closure", module=ByClosure),
     Case(name="accumulates-and-clips", module=Accumulates, proves=lambda r: r["counters"]["global_step"] == 6),
     Case(name="unwrapped", module=Unwrapped, proves=lambda r: r["counters"]["global_step"] == 0),
     Case(name="schedulers-by-hand", module=Scheduled),
-    Case(name="two-as-dictionaries", module=PairOfDictionaries),
     Case(name="two-toggled", module=Toggled, proves=lambda r: r["metrics"]["callback_metrics"]["frozen_0"] == 2),
-    Case(name="two-toggled-by-context", module=ToggledByContext),
-    Case(name="second-every-third-batch", module=OneEveryThird),
     Case(name="hooks", module=OwnHooks),
     Case(name="max-steps", module=Pair, options={"max_epochs": -1, "max_steps": 10}),
 ]

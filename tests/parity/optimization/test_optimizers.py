@@ -12,11 +12,6 @@ from ..harness import Case, Record, parity
 from ..modules import Classifier, with_optimizers
 
 
-def parameter_groups(module: Any) -> Any:
-    first, last = module.net[0], module.net[-1]
-    return SGD([{"params": first.parameters(), "lr": 0.01}, {"params": last.parameters(), "weight_decay": 0.1}], 0.1)
-
-
 class Twice(SGD):
     """Evaluates its closure twice and steps on the second gradient, as sharpness-aware methods do."""
 
@@ -38,31 +33,12 @@ class Forgetful(SGD):
         return None
 
 
-class PlainStep(SGD):
-    """Overrides `step` without taking anything from the base class."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure else None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad.sign(), alpha=0.01)
-        return loss
-
-
 class HookedSGD(SGD):
     """Counts its `zero_grad` calls in its state, so an override of it must be called."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.param_groups[0]["cleared"] = self.param_groups[0].get("cleared", 0) + 1
         super().zero_grad(set_to_none)
-
-
-def with_torch_hooks(module: Any) -> Any:
-    optimizer = SGD(module.parameters(), 0.1)
-    optimizer.register_step_pre_hook(lambda opt, *_: opt.param_groups[0].update(lr=opt.param_groups[0]["lr"] * 0.9))
-    return optimizer
 
 
 class Untrained(Classifier):
@@ -91,16 +67,13 @@ def learning_rates(record: Record) -> list[float]:
 CASES = [
     Case(name="none", module=Untrained, proves=lambda r: r["optimizers"] == [{}]),
     Case(name="estimated-stepping-batches", module=Complete, proves=lambda r: learning_rates(r)[0] < 0.002),
-    Case(name="parameter-groups", module=with_optimizers(parameter_groups)),
     Case(name="lbfgs", module=with_optimizers(lambda m: LBFGS(m.parameters(), 0.1, max_iter=3))),
     Case(name="closure-twice", module=with_optimizers(lambda m: Twice(m.parameters(), 0.1))),
-    Case(name="own-step", module=with_optimizers(lambda m: PlainStep(m.parameters(), 0.1))),
     Case(
         name="own-zero-grad",
         module=with_optimizers(lambda m: HookedSGD(m.parameters(), 0.1)),
         proves=lambda r: r["optimizers"][0]["param_groups"][0]["cleared"] > 0,
     ),
-    Case(name="torch-step-hook", module=with_optimizers(with_torch_hooks)),
     Case(
         name="closure-never-called",
         module=with_optimizers(lambda m: Forgetful(m.parameters(), 0.1)),

@@ -10,11 +10,6 @@ from ..harness import Case, parity
 from ..modules import Classifier
 
 
-class CallsSuper(Classifier):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-
 class StepsItself(Classifier):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         optimizer.step(closure=optimizer_closure)
@@ -75,13 +70,6 @@ class OwnZeroGrad(Classifier):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
-
-
-class NeverZeroes(Classifier):
-    """Lets gradients add up over the whole run."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        pass
 
 
 class ClipsMore(Classifier):
@@ -147,22 +135,6 @@ class ReturnsDictionary(Classifier):
         return {"loss": loss, "size": len(batch[0]), "logits": self(batch[0]), "text": "kept"}
 
 
-class SkipsAll(Classifier):
-    """Never returns a loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        return None
-
-
-class ReadsOptimizer(Classifier):
-    """Reads its optimiser and its schedulers in automatic optimisation."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert self.lr_schedulers() is None
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        return self.loss(batch)
-
-
 class EndsEpochEarly(Classifier):
     """Leaves every epoch at its fourth batch."""
 
@@ -177,7 +149,6 @@ def seen(name: str) -> Any:
 CLIPPED = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
 
 CASES = [
-    Case(name="optimizer-step-super", module=CallsSuper),
     Case(name="optimizer-step-own", module=StepsItself, options={"accumulate_grad_batches": 2}),
     Case(
         name="optimizer-step-every-second-batch",
@@ -186,7 +157,6 @@ CASES = [
     ),
     Case(name="optimizer-step-closure-first", module=ClosureFirst),
     Case(name="backward-keeps-graph", module=KeepsGraph),
-    Case(name="zero-grad-never", module=NeverZeroes),
     Case(name="clipping-own", module=ClipsMore),
     Case(name="clipping-given-twice", module=ClipsMore, options=CLIPPED, raises=MisconfigurationException),
     Case(
@@ -196,14 +166,7 @@ CASES = [
         options={**CLIPPED, "accumulate_grad_batches": 2},
     ),
     Case(name="training-step-returns-none", module=SkipsSome, observe=lambda trainer: trainer.global_step),
-    Case(name="training-step-returns-none-always", module=SkipsAll),
-    Case(name="training-step-reads-optimizer", module=ReadsOptimizer),
     Case(name="training-step-returns-dictionary", module=ReturnsDictionary),
-    Case(
-        name="epoch-ended-by-minus-one",
-        module=EndsEpochEarly,
-        proves=lambda r: r["counters"]["global_step"] == 6,
-    ),
     Case(
         name="epoch-ended-by-minus-one-in-a-window",
         module=EndsEpochEarly,

@@ -69,25 +69,9 @@ CASES = [
         proves=lambda r: rate(r) < 0.1,
     ),
     Case(
-        name="plateau-on-training-value",
-        module=schedule(plateau, monitor="train_loss"),
-        options={"max_epochs": 4},
-        proves=lambda r: rate(r) < 0.1,
-    ),
-    Case(
         name="plateau-by-step",
         module=schedule(plateau, monitor="train_loss_step", interval="step"),
         proves=lambda r: rate(r) < 1e-2,
-    ),
-    Case(
-        name="plateau-by-step-on-validation-value",
-        module=schedule(plateau, monitor="val_loss", interval="step", frequency=3, strict=False),
-        options={"val_check_interval": 2},
-    ),
-    Case(
-        name="plateau-every-second-epoch",
-        module=schedule(plateau, monitor="val_loss", frequency=2),
-        options={"max_epochs": 5, "check_val_every_n_epoch": 2},
     ),
     Case(name="plateau-not-strict", module=schedule(plateau, monitor="nowhere", strict=False)),
     Case(
@@ -108,11 +92,6 @@ CASES = [
         options={"max_epochs": 3},
     ),
     Case(name="two-schedulers", module=with_optimizers(two_schedulers), options={"max_epochs": 3}),
-    Case(
-        name="by-step-with-max-steps",
-        module=schedule(halve, interval="step"),
-        options={"max_epochs": -1, "max_steps": 8},
-    ),
     Case(name="by-epoch-without-length", module=schedule(halve), data=data.unsized, proves=lambda r: rate(r) == 0.025),
 ]
 

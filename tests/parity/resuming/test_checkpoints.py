@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tests.support.equality import assert_equal
 
 from .. import data
-from ..harness import Case, fit
+from ..harness import Case
 from ..modules import Classifier, with_optimizers
 from ..resumption import (
     FINAL,
@@ -23,7 +23,6 @@ from ..resumption import (
     by_step,
     every_epoch,
     every_two_steps,
-    resumable,
     resume,
     run,
     scenario,
@@ -94,23 +93,6 @@ def test_load_from_checkpoint_loads_the_checkpoint_of_either_trainer(trainer: st
     assert dataset.hparams.batches == 4
 
 
-def test_a_run_can_go_back_and_forth_between_the_trainers(tmp_path: Path) -> None:
-    """Three trainings in turn, each from the other's last checkpoint."""
-    expected = run(
-        Case(name="whole", callbacks=every_epoch(), options={"max_epochs": 4}), "lightning", tmp_path / "whole"
-    )
-    path: Path | None = None
-    for epochs, name in ((1, "equipoise"), (2, "lightning"), (3, "equipoise"), (4, "lightning")):
-
-        def part(trainer: Any, module: Any, given: Any, path: Path | None = path) -> None:
-            fit(trainer, module, {**given, "ckpt_path": path})
-
-        root = tmp_path / f"{epochs}"
-        record = run(Case(name="part", callbacks=every_epoch(), options={"max_epochs": epochs}, run=part), name, root)
-        path = root / "kept" / f"epoch={epochs - 1}.ckpt"
-    assert_same_parts(FINAL, expected, record, "back and forth")
-
-
 class Drawing(Classifier):
     """Draws in every step, by dropout and by hand."""
 
@@ -130,7 +112,7 @@ def augmented() -> dict[str, Any]:
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("loaders", [data.shuffled, augmented, data.unsized, resumable])
+@pytest.mark.parametrize("loaders", [data.shuffled, augmented, data.unsized])
 def test_random_numbers_resume_within_an_epoch(loaders: Any, tmp_path: Path) -> None:
     """Shuffling, augmentation, dropout: Lightning's checkpoints keep no generator, ours do."""
     plan = scenario("drawing", "step=2.ckpt", callbacks=every_two_steps, module=Drawing, data=loaders)

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 from tests.support.equality import assert_equal
 
-from .. import data
 from ..harness import Record
 from ..modules import with_optimizers
 from ..resumption import (
@@ -44,33 +43,22 @@ def last() -> Any:
 
 SCENARIOS = [
     scenario("epoch-end", "epoch=0.ckpt"),
-    scenario("epoch-end-scheduled", "epoch=0.ckpt", module=with_optimizers(by_epoch)),
-    scenario("epoch-end-accumulated", "epoch=0.ckpt", options={"max_epochs": 3, "accumulate_grad_batches": 3}),
     # Lightning leaves a plateau scheduler out in the epoch it resumes.
     scenario(
         "epoch-end-plateau", "epoch=1.ckpt", exact=False, module=with_optimizers(by_plateau), options={"max_epochs": 4}
     ),
     # Lightning loads the weights before it makes them double, and so rounds them.
     scenario("epoch-end-double", "epoch=0.ckpt", exact=False, options={"max_epochs": 2, "precision": "64-true"}),
-    scenario("epoch-end-without-validation", "epoch=0.ckpt", data=lambda: {"train_dataloaders": data.loader(4)}),
-    scenario(
-        "epoch-end-validating-inside",
-        "epoch=0.ckpt",
-        options={"max_epochs": 3, "val_check_interval": 3},
-        callbacks=every_epoch(),
-    ),
     scenario(
         "epoch-end-callbacks",
         "epoch=1.ckpt",
         callbacks=every_epoch(early_stopping, LearningRateMonitor),
         options={"max_epochs": 4},
     ),
-    scenario("epoch-end-ema", "epoch=0.ckpt", callbacks=every_epoch(lambda: EMAWeightAveraging(decay=0.7))),
     scenario("epoch-end-data-module", "epoch=0.ckpt", data=lambda: {"datamodule": StatefulData()}),
     scenario("epoch-end-own-contents", "epoch=1.ckpt", module=Remembers),
     scenario("last", "last.ckpt", total_epochs=4, callbacks=last),
     scenario("longer-than-planned", "epoch=2.ckpt", total_epochs=5, module=with_optimizers(by_epoch)),
-    scenario("mid-epoch", "step=4.ckpt", data=resumable, callbacks=every_two_steps),
     scenario(
         "mid-epoch-plateau",
         "step=8.ckpt",

@@ -4,9 +4,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch import Callback
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from .. import data
@@ -58,20 +56,6 @@ class DataModule(L.LightningDataModule):
         checkpoint["from_data"] = 3
 
 
-class TransferringData(DataModule):
-    """Changes batches on their way to the device."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [batch[0] * 2, batch[1]]
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return super().transfer_batch_to_device([batch[0] + 1, batch[1]], device, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        noise = torch.randn(1) if self.trainer.training else 0.0
-        return [batch[0] + 0.01 * noise, batch[1]]
-
-
 class Transferring(Classifier):
     """The same hooks, of the module."""
 
@@ -116,31 +100,6 @@ class Fails(Classifier):
         return super().validation_step(batch, batch_idx)
 
 
-class Regression(L.LightningModule):
-    """Nothing of the base class of these tests: only what must be there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, 1)
-
-    def training_step(self, batch: Any) -> Any:
-        return F.mse_loss(self.layer(batch[0]).squeeze(1), batch[1].float())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-class SharedState(Callback):
-    """Leaves a note at each hook for the next one to find."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.notes = ["callback first"]
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        gradient = pl_module.net[0].weight.grad
-        pl_module.notes.append(None if gradient is None else gradient.norm().item())
-
-
 def data_calls(trainer: Any) -> Any:
     return trainer.datamodule.calls
 
@@ -164,7 +123,6 @@ CASES = [
         observe=data_calls,
         proves=lambda r: r["observed"].count("prepare_data") == 4 and "teardown predict" in r["observed"],
     ),
-    Case(name="data-module-transfers", data=lambda: {"datamodule": TransferringData()}, observe=data_calls),
     Case(
         name="data-module-sees-the-error",
         module=Fails,
@@ -186,14 +144,6 @@ CASES = [
         run=lambda t, m, g: (t.fit(m, **g), t.predict(m, g["val_dataloaders"]))[1],
     ),
     Case(name="module-built-late", module=BuiltLate, data=dict, observe=lambda t: t.lightning_module.stages),
-    Case(name="smallest-module", module=Regression, data=lambda: {"train_dataloaders": data.loader(4)}),
-    Case(
-        name="gradients-at-batch-end",
-        callbacks=lambda: [SharedState()],
-        observe=lambda t: t.lightning_module.notes,
-        options={"accumulate_grad_batches": 2},
-        proves=lambda r: all(r["observed"]),
-    ),
     Case(name="barebones", options=BARE, logger=lambda root: None, watch=False),
     Case(name="deterministic", options={"deterministic": True}, watch=False),
     Case(name="detect-anomaly", options={"detect_anomaly": True}, watch=False),

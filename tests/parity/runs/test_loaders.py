@@ -48,19 +48,6 @@ class Reloads(Classifier):
         return data.loader(2, seed=10 + self.current_epoch)
 
 
-class Counts:
-    """An iterable that is no DataLoader, and has a length."""
-
-    def __init__(self, batches: int, seed: int) -> None:
-        self.loader = data.loader(batches, seed)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-
 class Fading(IterableDataset[tuple[Tensor, Tensor]]):
     """Samples without a length, a number of batches for each pass in turn."""
 
@@ -118,10 +105,6 @@ def own_samplers() -> dict[str, Any]:
     }
 
 
-def generator_of_its_own() -> dict[str, Any]:
-    return {"train_dataloaders": data.loader(6, 1, shuffle=True, generator=torch.Generator().manual_seed(11))}
-
-
 def batches(record: Record) -> Any:
     return record["counters"]["num_training_batches"]
 
@@ -140,7 +123,6 @@ CASES = [
         module=OverMapping,
         data=train_only(lambda: {"a": data.loader(3), "b": data.loader(5, 2)}),
     ),
-    Case(name="list-of-loaders", module=OverMapping, data=train_only(two_lists), proves=lambda r: batches(r) == 5),
     Case(
         name="one-after-another",
         data=train_only(lambda: CombinedLoader(two_lists(), "sequential")),
@@ -153,14 +135,7 @@ CASES = [
         data=lambda: data.combined("min_size"),
         proves=lambda r: batches(r) == 3,
     ),
-    Case(
-        name="longest-combined",
-        module=OverMapping,
-        data=lambda: data.combined("max_size"),
-        proves=lambda r: batches(r) == 5,
-    ),
     Case(name="cycled-combined", module=OverMapping, data=lambda: data.combined("max_size_cycle")),
-    Case(name="shuffled-by-its-own-generator", data=generator_of_its_own),
     Case(
         name="one-worker", module=Dropping, data=noisy(num_workers=1), options={"num_sanity_val_steps": 1}, watch=False
     ),
@@ -172,17 +147,6 @@ CASES = [
         options={"max_epochs": 3, "num_sanity_val_steps": 0},
         proves=lambda r: (r["counters"]["global_step"], r["counters"]["current_epoch"]) == (5, 3),
     ),
-    Case(
-        name="unsized-and-always-empty",
-        data=fading([0], [2]),
-        proves=lambda r: (r["counters"]["global_step"], r["counters"]["current_epoch"]) == (0, 2),
-    ),
-    Case(
-        name="unsized-and-nothing-to-validate",
-        data=fading([3], [0]),
-        proves=lambda r: r["counters"]["global_step"] == 6,
-    ),
-    Case(name="iterable-of-its-own", data=lambda: {"train_dataloaders": Counts(4, 1), "val_dataloaders": Counts(2, 2)}),
     Case(
         name="endless",
         data=endless,

@@ -59,14 +59,6 @@ class Silent(Classifier):
         self.log("train_loss", outputs["loss"], on_step=True, on_epoch=True)
 
 
-class CompiledPart(Classifier):
-    """Compiles a part of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.compile(self.net, backend="eager")
-
-
 class CompiledStep(Classifier):
     """Compiles its forward."""
 
@@ -89,30 +81,12 @@ class Tied(Classifier):
         self.net[4].bias.requires_grad_(False)
 
 
-class Buffers(Classifier):
-    """Keeps running sums in buffers, one of them not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(()))
-        self.register_buffer("hidden", torch.zeros(2, dtype=torch.int64), persistent=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.total += loss.detach()
-        self.hidden += 1
-        self.log("hidden", self.hidden[0])
-        return loss
-
-
 CASES = [
     Case(name="nested", module=Outer),
     Case(name="nested-logging", module=lambda: Outer(LoggingInner), raises=MisconfigurationException),
     Case(name="compiled", module=lambda: compiled(Silent()), watch=False),
-    Case(name="compiled-part", module=CompiledPart),
     Case(name="compiled-forward", module=CompiledStep),
     Case(name="tied-and-frozen", module=Tied),
-    Case(name="buffers", module=Buffers, options={"accumulate_grad_batches": 2}),
 ]
 
 test_parity = parity(CASES)

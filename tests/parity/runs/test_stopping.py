@@ -33,11 +33,6 @@ class StopsOnce(Stops):
         return loss
 
 
-class StopsAtEpochEnd(Callback):
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.should_stop = trainer.current_epoch == 1
-
-
 class StopsAtEpochStart(Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.should_stop = trainer.current_epoch == 1
@@ -106,7 +101,6 @@ CASES = [
     Case(name="max-epochs", options={"max_epochs": 3}, proves=lambda r: r["counters"]["current_epoch"] == 3),
     Case(name="max-epochs-zero", options={"max_epochs": 0}, ignore=["generators"], proves=lambda r: steps(r) == 0),
     Case(name="max-steps-within-epoch", options={"max_epochs": None, "max_steps": 8}, proves=lambda r: steps(r) == 8),
-    Case(name="max-steps-at-epoch-end", options={"max_epochs": -1, "max_steps": 12}, proves=lambda r: steps(r) == 12),
     Case(name="max-steps-zero", options={"max_steps": 0}, ignore=["generators"], proves=lambda r: steps(r) == 0),
     Case(
         name="max-steps-with-accumulation",
@@ -129,12 +123,6 @@ CASES = [
         proves=lambda r: steps(r) > 4,
     ),
     Case(name="should-stop-at-batch-end", callbacks=lambda: [StopsAtBatchEnd()], proves=lambda r: steps(r) == 8),
-    Case(
-        name="should-stop-at-epoch-end",
-        callbacks=lambda: [StopsAtEpochEnd()],
-        options={"max_epochs": 5},
-        proves=lambda r: r["counters"]["current_epoch"] == 2,
-    ),
     Case(name="should-stop-but-min-epochs", module=Stops, options={"min_epochs": 2, "max_epochs": 4}),
     Case(
         name="should-stop-but-min-steps",
@@ -142,7 +130,6 @@ CASES = [
         options={"min_steps": 9, "max_epochs": 4},
         proves=lambda r: steps(r) == 9,
     ),
-    Case(name="should-stop-with-validation-interval", module=Stops, options={"val_check_interval": 5, "max_epochs": 2}),
     Case(
         name="max-time-over-at-once",
         options={"max_time": {"seconds": 0}, "max_epochs": 50},
@@ -157,7 +144,6 @@ CASES = [
     ),
     Case(name="error-in-training-step", module=fails("training_step"), raises=ArithmeticError),
     Case(name="error-in-validation-step", module=fails("validation_step"), raises=ArithmeticError),
-    Case(name="error-at-epoch-end", module=fails("on_train_epoch_end"), raises=ArithmeticError),
     Case(name="error-in-setup", module=fails("setup"), raises=ArithmeticError),
     Case(name="system-exit", module=fails("training_step", SystemExit), raises=SystemExit),
     Case(

@@ -58,22 +58,6 @@ class SideBySide(Classifier):
             self.log(f"val_loss_{index}", self.loss(part), batch_size=len(part[0]))
 
 
-class StopsOnValidation(Classifier):
-    """Asks for an end after the second validation."""
-
-    def on_validation_end(self) -> None:
-        self.count = getattr(self, "count", 0) + 1
-        if self.count == 3:
-            self.trainer.should_stop = True
-
-
-class ReturnsOutputs(Classifier):
-    """Gathers the outputs of validation steps itself."""
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.gathered = [*getattr(self, "gathered", []), (batch_idx, dataloader_idx, outputs)]
-
-
 def two_loaders() -> Any:
     return [data.loader(3, 2), data.loader(2, 3, odd=2)]
 
@@ -90,12 +74,6 @@ CASES = [
     ),
     Case(name="every-two-batches", options={"val_check_interval": 2}, proves=lambda r: validated(r) == 6),
     Case(name="half-an-epoch", options={"val_check_interval": 0.5}, proves=lambda r: validated(r) == 4),
-    Case(name="third-of-an-epoch-odd", options={"val_check_interval": 0.3}, data=lambda: data.sized(train=7)),
-    Case(
-        name="across-epochs",
-        options={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
-        proves=lambda r: validated(r) == 4,
-    ),
     Case(
         name="across-epochs-longer-than-one",
         options={"val_check_interval": 8, "check_val_every_n_epoch": None, "max_epochs": 4},
@@ -107,7 +85,6 @@ CASES = [
         raises=ValueError,
         refuses=ConfigurationError,
     ),
-    Case(name="interval-with-accumulation", options={"val_check_interval": 3, "accumulate_grad_batches": 2}),
     Case(
         name="unsized-loader-across-epochs",
         data=data.unsized,
@@ -116,29 +93,14 @@ CASES = [
     *(Case(name=f"sanity-check-{steps}", options={"num_sanity_val_steps": steps}) for steps in (0, 1, -1)),
     Case(name="sanity-check-shuffled-with-dropout", module=lambda: Classifier(dropout=0.5), data=data.shuffled),
     Case(
-        name="several-loaders",
-        data=data.several_val,
-        proves=lambda r: "val_loss/dataloader_idx_1" in r["metrics"]["callback_metrics"],
-    ),
-    Case(
         name="several-loaders-by-name",
         data=lambda: {**data.several_val(), "val_dataloaders": {"a": data.loader(2, 3), "b": data.loader(3, 4)}},
-    ),
-    Case(
-        name="several-loaders-with-limits",
-        data=data.several_val,
-        options={"limit_val_batches": 1, "val_check_interval": 2},
     ),
     Case(
         name="several-loaders-side-by-side",
         module=SideBySide,
         data=lambda: {**data.several_val(), "val_dataloaders": CombinedLoader(two_loaders(), "min_size")},
     ),
-    Case(
-        name="several-loaders-combined",
-        data=lambda: {**data.several_val(), "val_dataloaders": CombinedLoader(two_loaders(), "sequential")},
-    ),
-    Case(name="one-loader-by-name", data=lambda: {**data.sized(), "val_dataloaders": {"a": data.loader(2, 3)}}),
     Case(
         name="by-time-at-every-batch",
         options={"val_check_interval": "00:00:00:00"},
@@ -151,8 +113,6 @@ CASES = [
     ),
     Case(name="own-modes", module=OwnModes, options={"val_check_interval": 2}),
     Case(name="inference-mode-off", module=GradientsInValidation, options={"inference_mode": False}),
-    Case(name="stopped-by-validation", module=StopsOnValidation, options={"val_check_interval": 2, "max_epochs": 4}),
-    Case(name="outputs", module=ReturnsOutputs, observe=lambda t: [entry[:2] for entry in t.lightning_module.gathered]),
 ]
 
 test_parity = parity(CASES)
