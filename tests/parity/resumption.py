@@ -23,7 +23,6 @@ __all__ = [
     "TRAINERS",
     "WHOLE",
     "Manual",
-    "Remembers",
     "Scenario",
     "StatefulData",
     "assert_same_parts",
@@ -126,23 +125,6 @@ class StatefulData(L.LightningDataModule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = state["count"] + 1
-
-
-class Remembers(Classifier):
-    """Saves and restores something of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].item())
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["losses"] = list(self.losses)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.losses = checkpoint["losses"]
 
 
 def every_epoch(*others: Callable[[], Any]) -> Callable[[], Any]:

@@ -38,14 +38,6 @@ class NotANumber(Waves):
     values = (0.5, float("nan"), 0.4, float("nan"), 0.3, 0.6)
 
 
-class OwnContents(Waves):
-    """Adds to what a checkpoint holds."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["own"] = {"epoch": self.current_epoch, "list": [1, 2]}
-        checkpoint["state_dict"]["added"] = self.net[0].bias.detach().clone()
-
-
 def saving(**options: Any) -> Any:
     return lambda: [ModelCheckpoint(**options)]
 
@@ -118,7 +110,6 @@ CASES = [
     ),
     case("by-time-at-every-step", saving(train_time_interval=timedelta(0), save_top_k=-1)),
     case("several", several),
-    case("own-contents", saving(monitor="wave"), OwnContents),
     case("fast-dev-run", saving(monitor="wave"), expected=set(), fast_dev_run=True),
     Case(
         name="saved-by-hand",

@@ -56,33 +56,6 @@ class ReadsMetrics(Classifier):
         self.log("loss_again", outputs["loss"], on_step=True, on_epoch=True)
 
 
-class Optimisation(Classifier):
-    """Logs inside overrides of the optimisation step."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.log("in_optimizer_step", float(batch_idx))
-
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
-        self.log("in_backward", loss.detach())
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        self.log("in_clipping", 1.0)
-
-
-class LogsThroughModule(Callback):
-    """A callback that logs through the module, from a hook of its own."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        pl_module.log("through_module", float(batch_idx), on_step=True, on_epoch=True)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.log("through_module_val", 1.0)
-
-
 HOOKS = [*BY_STEP, *BY_STEP_TOO, *BY_EPOCH]
 
 CASES = [
@@ -104,8 +77,6 @@ CASES = [
         options={"accumulate_grad_batches": 2, "log_every_n_steps": 2},
     ),
     Case(name="reads-metrics", module=ReadsMetrics),
-    Case(name="optimisation-step", module=Optimisation),
-    Case(name="callback-through-module", callbacks=lambda: [LogsThroughModule()]),
     # tests/trainer/logging/test_arguments.py has the table of all hooks.
     Case(
         name="forbidden-in-module",

@@ -34,17 +34,6 @@ class StepsEverySecondBatch(Classifier):
             optimizer_closure()
 
 
-class ClosureFirst(Classifier):
-    """Runs the closure, looks at the gradients, and steps the optimiser without it."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        loss = optimizer_closure()
-        largest = max(p.grad.abs().max() for p in self.parameters())
-        self.log("largest_gradient", largest)
-        if loss > 0.5:
-            optimizer.optimizer.step()
-
-
 class OwnBackward(Classifier):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (3 * loss).backward(*args, **kwargs)
@@ -155,7 +144,6 @@ CASES = [
         module=StepsEverySecondBatch,
         proves=lambda r: r["counters"]["global_step"] == 12,
     ),
-    Case(name="optimizer-step-closure-first", module=ClosureFirst),
     Case(name="backward-keeps-graph", module=KeepsGraph),
     Case(name="clipping-own", module=ClipsMore),
     Case(name="clipping-given-twice", module=ClipsMore, options=CLIPPED, raises=MisconfigurationException),

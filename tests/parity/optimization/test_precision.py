@@ -26,20 +26,6 @@ class Reports(Classifier):
         return self(batch[0])
 
 
-class Manual(Reports):
-    """Steps by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 def adam(module: Any) -> Adam:
     return Adam(module.parameters(), 0.01)
 
@@ -90,10 +76,6 @@ CASES = [
             watch=False,
         )
         for precision in PRECISIONS
-    ),
-    *(
-        Case(name=f"{precision}-manual", module=Manual, options={"precision": precision})
-        for precision in ("bf16-true", "64-true")
     ),
     *(
         Case(name=f"named-{name}", module=with_optimizers(plain_sgd, Reports), options={"precision": name}, watch=False)

@@ -47,14 +47,6 @@ class SteppedWithMetric(Classifier):
         scheduler.step(metric / 2)
 
 
-class LogsLate(Classifier):
-    """Logs the monitored value only in the second epoch."""
-
-    def on_train_epoch_end(self) -> None:
-        if self.current_epoch >= 1:
-            self.log("late", 1.0)
-
-
 def two_schedulers(module: Any) -> Any:
     optimizer = SGD(module.parameters(), 0.1)
     by_step = {"scheduler": StepLR(optimizer, 2, 0.9), "interval": "step"}
@@ -79,12 +71,6 @@ CASES = [
         module=schedule(plateau, monitor="nowhere"),
         raises=MisconfigurationException,
         refuses=ConfigurationError,
-    ),
-    Case(
-        name="plateau-value-comes-late",
-        module=schedule(plateau, LogsLate, monitor="late", strict=False),
-        options={"max_epochs": 4},
-        proves=lambda r: rate(r) < 0.1,
     ),
     Case(
         name="plateau-with-metric-changed",

@@ -16,7 +16,6 @@ from ..resumption import (
     TRAINERS,
     WHOLE,
     Manual,
-    Remembers,
     Scenario,
     StatefulData,
     assert_same_parts,
@@ -56,7 +55,6 @@ SCENARIOS = [
         options={"max_epochs": 4},
     ),
     scenario("epoch-end-data-module", "epoch=0.ckpt", data=lambda: {"datamodule": StatefulData()}),
-    scenario("epoch-end-own-contents", "epoch=1.ckpt", module=Remembers),
     scenario("last", "last.ckpt", total_epochs=4, callbacks=last),
     scenario("longer-than-planned", "epoch=2.ckpt", total_epochs=5, module=with_optimizers(by_epoch)),
     scenario(

@@ -77,15 +77,6 @@ class ByStep(Classifier):
         self.log("test_end", 1.0)
 
 
-class DefaultPredict(Classifier):
-    """Predicts by its forward, Lightning's default."""
-
-    predict_step = L.LightningModule.predict_step
-
-    def forward(self, batch: Any) -> Any:
-        return self.net(batch[0] if isinstance(batch, list) else batch)
-
-
 class Writer(BasePredictionWriter):
     """Writes predictions to files, with the indices of their samples."""
 
@@ -126,14 +117,12 @@ CASES = [
     ),
     Case(name="test-by-step", module=ByStep, run=run_test, data=data.several_val),
     Case(name="test-shuffled", run=run_test, data=shuffled_two, options={"limit_test_batches": 0.7}),
-    Case(name="test-limit-zero", run=run_test, options={"limit_test_batches": 0}, proves=lambda r: r["returned"] == []),
     Case(
         name="predict-several-loaders",
         run=predict,
         data=data.several_val,
         proves=lambda r: [len(p) for p in r["returned"]] == [3, 3],
     ),
-    Case(name="predict-by-forward", module=DefaultPredict, run=predict),
     Case(name="predict-without-returning", run=predict_without_returning, proves=lambda r: r["returned"] is None),
     *(
         Case(

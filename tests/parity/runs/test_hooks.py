@@ -147,7 +147,6 @@ CASES = [
     Case(name="barebones", options=BARE, logger=lambda root: None, watch=False),
     Case(name="deterministic", options={"deterministic": True}, watch=False),
     Case(name="detect-anomaly", options={"detect_anomaly": True}, watch=False),
-    *(Case(name=f"profiler-{name}", options={"profiler": name}, watch=False) for name in ("simple", "advanced")),
 ]
 
 test_parity = parity(CASES)

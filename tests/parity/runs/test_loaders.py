@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from equipoise import ConfigurationError
 
 from .. import data
 from ..harness import Case, Record, parity
-from ..modules import Classifier, with_optimizers
+from ..modules import Classifier
 
 
 class Dropping(Classifier):
@@ -46,32 +46,6 @@ class Reloads(Classifier):
     def val_dataloader(self) -> Any:
         self.made.append(("val", self.current_epoch))
         return data.loader(2, seed=10 + self.current_epoch)
-
-
-class Fading(IterableDataset[tuple[Tensor, Tensor]]):
-    """Samples without a length, a number of batches for each pass in turn."""
-
-    def __init__(self, batches: list[int], seed: int) -> None:
-        self.batches = batches
-        self.seed = seed
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        count = self.batches[min(self.passes, len(self.batches) - 1)]
-        self.passes += 1
-        return iter(list(data.samples(count * data.BATCH, self.seed + self.passes)))
-
-
-def fading(train: list[int], val: list[int]) -> Any:
-    return lambda: {
-        "train_dataloaders": DataLoader(Fading(train, 1), data.BATCH),
-        "val_dataloaders": DataLoader(Fading(val, 5), data.BATCH),
-    }
-
-
-def with_scheduler(module: Any) -> Any:
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 def endless() -> dict[str, Any]:
@@ -140,13 +114,6 @@ CASES = [
         name="one-worker", module=Dropping, data=noisy(num_workers=1), options={"num_sanity_val_steps": 1}, watch=False
     ),
     Case(name="own-samplers", module=Dropping, data=own_samplers),
-    Case(
-        name="unsized-and-empty-in-the-second-epoch",
-        module=with_optimizers(with_scheduler),
-        data=fading([3, 0, 2], [2, 2]),
-        options={"max_epochs": 3, "num_sanity_val_steps": 0},
-        proves=lambda r: (r["counters"]["global_step"], r["counters"]["current_epoch"]) == (5, 3),
-    ),
     Case(
         name="endless",
         data=endless,

@@ -59,14 +59,6 @@ class Silent(Classifier):
         self.log("train_loss", outputs["loss"], on_step=True, on_epoch=True)
 
 
-class CompiledStep(Classifier):
-    """Compiles its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward = torch.compile(self.forward, backend="eager")  # type: ignore[method-assign]
-
-
 def compiled(module: Any) -> Any:
     return torch.compile(module, backend="eager")
 
@@ -85,7 +77,6 @@ CASES = [
     Case(name="nested", module=Outer),
     Case(name="nested-logging", module=lambda: Outer(LoggingInner), raises=MisconfigurationException),
     Case(name="compiled", module=lambda: compiled(Silent()), watch=False),
-    Case(name="compiled-forward", module=CompiledStep),
     Case(name="tied-and-frozen", module=Tied),
 ]
 

@@ -73,7 +73,6 @@ CASES = [
         proves=lambda r: validated(r) == 2,
     ),
     Case(name="every-two-batches", options={"val_check_interval": 2}, proves=lambda r: validated(r) == 6),
-    Case(name="half-an-epoch", options={"val_check_interval": 0.5}, proves=lambda r: validated(r) == 4),
     Case(
         name="across-epochs-longer-than-one",
         options={"val_check_interval": 8, "check_val_every_n_epoch": None, "max_epochs": 4},
@@ -84,11 +83,6 @@ CASES = [
         options={"val_check_interval": 8},
         raises=ValueError,
         refuses=ConfigurationError,
-    ),
-    Case(
-        name="unsized-loader-across-epochs",
-        data=data.unsized,
-        options={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
     ),
     *(Case(name=f"sanity-check-{steps}", options={"num_sanity_val_steps": steps}) for steps in (0, 1, -1)),
     Case(name="sanity-check-shuffled-with-dropout", module=lambda: Classifier(dropout=0.5), data=data.shuffled),
