@@ -115,16 +115,6 @@ def test_the_outermost_is_meant_and_containers_are_passed_over() -> None:
     assert checkpoint_activations(net, ["blocks*", "blocks.0.1"]) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_without_gradients_nothing_is_different() -> None:
-    net = Net()
-    checkpoint_activations(net, ["*"])
-    with torch.no_grad():
-        assert net(torch.ones(3, 6)).grad_fn is None
-    with torch.inference_mode():
-        net(torch.ones(3, 6))
-    assert net.drawn.calls == 2
-
-
 @pytest.mark.parametrize("duplicate", [deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
 def test_copies_compute_with_their_own_parameters(duplicate: Callable[[Any], Any]) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())

@@ -62,15 +62,6 @@ def test_shares_with_which_all_finish_together(
     assert measuring.result() == sizes
 
 
-def test_the_result_is_for_a_full_batch() -> None:
-    simulated = {0: device(0, 1), 1: device(0, 3)}
-    measuring = Calibration([CPU, CPU], simulated)
-    for batch_size in (16, 64, 64, 10, 64, 64, 8):
-        step(measuring, simulated, batch_size)
-    assert measuring.is_done
-    assert measuring.result() == [48, 16]
-
-
 def test_a_device_that_fails_is_not_measured() -> None:
     measuring = Calibration([CPU, CPU], {})
     measuring.end_step(8)

@@ -158,9 +158,7 @@ DIFFERENT: dict[str, tuple[Sequence[Any], list[str]]] = {
         [torch.zeros(2), {"loss": 1}],
         ["structures: part 1: a tensor of shape [2]; part 2: a dict with keys ['loss']."],
     ),
-    "dimensions": ([torch.zeros(2), torch.tensor(1.0)], ["part 2: a tensor of shape []"]),
     "keys": ([{"a": {"b": 1}}, {"a": {"c": 1}}], ["structures at ['a']: ", "part 2: a dict with keys ['c']"]),
-    "lengths": ([(1, 2, 3), (1, 2)], ["part 1: a tuple of length 3; part 2: a tuple of length 2"]),
     "records": ([Frozen(Frozen(1)), Frozen(Pair(1, 2))], ["structures at .inner: part 1: Frozen; part 2: a Pair"]),
     "arrays": ([np.zeros(2), np.zeros((2, 2))], ["part 1: ndarray; part 2: ndarray"]),
 }

@@ -6,30 +6,17 @@ from fractions import Fraction
 from math import ceil, floor
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from equipoise.parallel.batches.shares import (
     DeviceTimes,
-    even_chunks,
-    even_sizes,
     finish_together,
     first_device_sizes,
     sizes_by_shares,
 )
 
 # Even sizes
-
-
-@given(batch_size=st.integers(0, 40), devices=st.integers(1, 10))
-def test_even_sizes_and_the_chunks_of_torch(batch_size: int, devices: int) -> None:
-    sizes = even_sizes(batch_size, devices)
-    assert (len(sizes), sum(sizes)) == (devices, batch_size)
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-    chunks = [len(chunk) for chunk in torch.zeros(batch_size).chunk(devices)] if batch_size else []
-    assert even_chunks(batch_size, devices) == chunks + [0] * (devices - len(chunks))
 
 
 # BalancedDataParallel

@@ -1,42 +1,17 @@
 """Sizes of nested batches are found where all tensors agree, and never guessed; parts are what was cut, in order."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from equipoise.errors import StepError
 from equipoise.parallel.batches.splitting import Splitter, infer_batch_size
-from equipoise.tree import entries_of
 from tests.support.nested import Sample
-from tests.support.nested_batches import nested
 from tests.support.trainer_runs import refuses
-
-others = (
-    st.none() | st.integers() | st.text("ab", max_size=4) | st.just(torch.tensor(1.0)) | st.just(torch.nn.Linear(3, 2))
-)
-
-
-@cache  # hypothesis takes a while for each new strategy
-def batches_of(size: int) -> st.SearchStrategy[Any]:
-    """Nested batches, all of whose tensors have one size."""
-    tensors = st.lists(st.integers(0, 3), max_size=2).map(lambda rest: torch.rand(size, *rest))
-    return nested(tensors | others)
-
-
-@settings(deadline=None)
-@given(data=st.data(), size=st.integers(0, 5))
-def test_the_size_that_all_tensors_share(data: st.DataObject, size: int) -> None:
-    batch = data.draw(batches_of(size))
-    batched = [tensor for _, tensor in entries_of(batch) if tensor.ndim]
-    assert infer_batch_size(batch) == (size if batched else None)
-    assert infer_batch_size((torch.zeros(size, 2), batch)) == size
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from equipoise import DDPStrategy, FSDPStrategy, StepError
-from equipoise.parallel.divergence.differences import Difference, differences, divergence_error
+from equipoise.parallel.divergence.differences import differences, divergence_error
 from equipoise.parallel.divergence.replicated import unchanging_buffers
 from tests.support.trainer_runs import Small, loader, trainer
 
@@ -141,13 +141,7 @@ def test_buffers_that_steps_do_not_change_are_compared() -> None:
 
 def test_differences_of_parts_that_some_processes_hold() -> None:
     digests = [{"left": {"a": 1, "b": 2}}, {"right": {"a": 5}}, {"left": {"a": 1, "b": 3}}, {"right": {"c": 5}}]
-    found = list(differences(digests))
-    assert found == [
-        Difference("b", [[0], [2]]),
-        Difference("a", [[1], [3]]),
-        Difference("c", [[1], [3]]),
-    ]
-    message = str(divergence_error(found, 0, 3))
+    message = str(divergence_error(list(differences(digests)), 0, 3))
     assert "b is not the same in rank 2 as in rank 0. 2 other tensors differ, too. All agreed before the" in message
     of_five = list(differences([{"": {"a": value}} for value in (1, 2, 3, 2, 2)]))
     assert "in rank 0 or in rank 2 as in ranks 1, 3 and 4." in str(divergence_error(of_five, 1, 2))

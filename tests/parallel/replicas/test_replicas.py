@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from equipoise.errors import StepError
 from equipoise.parallel.replicas.replicable import check_replicable
 from equipoise.parallel.replicas.replicas import Replicas
 from tests.support.equality import assert_equal
@@ -155,23 +154,6 @@ def test_a_copy_lies_on_its_device() -> None:
     assert {tensor.device for tensor in [*replica.parameters(), *replica.buffers()]} == {META}
     assert replica.device == META
     assert replica(torch.zeros(2, 3, device=META)).device == META
-
-
-def test_weights_of_recurrent_copies_are_flattened_once() -> None:
-    flattened: list[nn.Module] = []
-
-    class Recorded(nn.LSTM):
-        def flatten_parameters(self) -> None:
-            flattened.append(self)
-            super().flatten_parameters()
-
-    module = nn.Sequential(Recorded(2, 2))
-    flattened.clear()
-    replicas = copies(module, 1)
-    with torch.no_grad():
-        module[0].weight_hh_l0.add_(1)
-    replicas.refresh([0, 1])
-    assert flattened == [replicas[1][0]]
 
 
 # Changes between two steps
@@ -328,18 +310,6 @@ def test_copies_made_without_gradients_train_later() -> None:
     assert weights(replicas[1]) == weights(module)
 
 
-def test_a_module_made_in_inference_mode() -> None:
-    with torch.inference_mode():
-        module = nn.BatchNorm1d(2)
-        module.weight.requires_grad_(False)
-        replicas = copies(module)
-        module.weight.fill_(3)
-        module.running_mean.fill_(4)
-        replicas.refresh([0, 1])
-        assert replicas[1].weight.tolist() == [3, 3]
-        assert replicas[1].running_mean.tolist() == [4, 4]
-
-
 # Buffers
 
 
@@ -403,9 +373,6 @@ def test_a_copy_that_computed_in_the_modules_place_gives_back() -> None:
     replica["norm"].running_mean = None
     replicas.give_back(1)
     assert module["norm"].running_mean is not None
-    del module["count"]._buffers["seen"]
-    with pytest.raises(KeyError, match="seen"):
-        replicas.give_back(1)
 
 
 # Gradients
@@ -453,16 +420,13 @@ class Measured(nn.Module):
         super().__init__()
         self.accuracy = MulticlassAccuracy(3)
         self.scores = MetricCollection({"f1": MulticlassF1Score(3), "accuracy": MulticlassAccuracy(3)})
-        self.mean = MeanMetric()
-        self.all_metrics = [self.accuracy, self.mean]
 
     def step(self, logits: Tensor, labels: Tensor) -> None:
         self.accuracy(logits, labels)
         self.scores.update(logits, labels)
-        self.all_metrics[1].update(logits)
 
     def values(self) -> dict[str, Tensor]:
-        return {"alone": self.accuracy.compute(), **self.scores.compute(), "mean": self.mean.compute()}
+        return {"alone": self.accuracy.compute(), **self.scores.compute()}
 
 
 @pytest.mark.parametrize("alone_first", [True, False])
@@ -482,26 +446,14 @@ def test_a_metric_that_is_also_in_a_collection_is_copied_once(alone_first: bool)
     assert module.alone.compute() == 2
 
 
-class Odd(MeanMetric):
-    """Cannot be put together from parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._reductions["mean_value"] = None
-
-
-@pytest.mark.parametrize(("error", "message"), [(ValueError, "too bad"), (StepError, "The metric Odd cannot")])
-def test_metrics_are_as_before_when_a_step_or_their_merge_failed(error: type[Exception], message: str) -> None:
+def test_metrics_are_as_before_when_a_step_failed() -> None:
     module = Measured()
-    module.odd = Odd()
     module.step(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
     before, replicas = module.values(), copies(module)
-    with pytest.raises(error, match=message), replicas.metrics_in_parts([0, 1], [2, 2]):  # noqa: PT012
+    with pytest.raises(ValueError, match="too bad"), replicas.metrics_in_parts([0, 1], [2, 2]):  # noqa: PT012
         for index in (0, 1):
             replicas[index].step(torch.zeros(2, 3), torch.tensor([0, 1]))
-            replicas[index].odd.update(torch.ones(2))
-        if error is ValueError:
-            raise ValueError(message)
+        raise ValueError("too bad")
     assert_equal(before, module.values())
     assert module.accuracy.update_count == 1
     assert replicas[1].accuracy.update_count == 0
@@ -515,12 +467,6 @@ class Holds(nn.Module):
         super().__init__()
         self.layer = nn.Linear(1, 1)
         vars(self.layer).update(attributes)
-
-
-class Spread(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.here, self.there = nn.Linear(1, 1), nn.Linear(1, 1, device="meta")
 
 
 def compiled_in_place() -> nn.Module:
@@ -547,7 +493,6 @@ def compiled_in_place() -> nn.Module:
             lambda: Holds(table=torch.zeros(3)),
             ["Holds.layer.table is a tensor that stays on its device", "`self.register_buffer('table', ...)`"],
         ),
-        (Spread, ["The parameters of Spread lie on several devices: ", "here.weight on cpu, there.weight on meta"]),
     ],
 )
 def test_what_cannot_be_copied_is_refused(make: Callable[[], nn.Module], expected: list[str]) -> None:

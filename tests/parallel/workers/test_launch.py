@@ -129,17 +129,6 @@ def test_the_parent_answers_questions_and_errors_are_those_of_the_asker() -> Non
     assert answer == os.getpid()
 
 
-def test_functions_that_have_no_name() -> None:
-    class Local:
-        def __init__(self, value: int) -> None:
-            self.value = value
-
-    captured = Local(5)
-    answer = launch(lambda rank: Local(captured.value + rank), 2)
-    assert type(answer) is Local
-    assert answer.value == 5
-
-
 class Holder:
     def __init__(self, value: Any) -> None:
         self.value, self.lock = value, None
@@ -343,16 +332,6 @@ def test_a_worker_that_aborts_in_an_exchange_may_have_exchanged_other_shapes() -
     report = Report(0, 0.0, text=stack, signal=signal.SIGABRT)
     with pytest.raises(WorkerError, match=r"may have exchanged tensors of different shapes\. It was here:"):
         raise_first_cause(1, [report], [])
-
-
-def complains(rank: int) -> None:
-    raise RuntimeError("Connection closed by peer" if rank == 0 else "a mistake")
-
-
-def test_an_error_is_blamed_before_what_follows_from_it() -> None:
-    with pytest.raises(RuntimeError, match="a mistake") as caught:
-        launch(complains, 3, is_consequence=follows_from_another)
-    assert caught.value.__notes__[0] in ("Raised in rank 1 of 3.", "Raised in rank 2 of 3.")
 
 
 def follows_and_then_fails(fifo: str, rank: int) -> None:
