@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, Stochastic
 from torch import Tensor, nn
 
 from tests.support.equality import assert_equal
+from tests.support.resumption import SavesInHooks, assert_resumes
 from tests.support.trainer_runs import Validated, loader, trainer
 
 
@@ -23,18 +24,6 @@ class Net(Validated):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-class SavesAt(Callback):
-    """Saves a checkpoint after a batch."""
-
-    def __init__(self, path: Path, epoch: int, batch: int) -> None:
-        self.path = path
-        self.place = (epoch, batch)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == self.place and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 def fit(*callbacks: Callback, ckpt_path: Path | None = None, epochs: int = 4, **options: Any) -> Net:
@@ -53,20 +42,16 @@ def plain(epochs: int) -> Net:
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
-    ("place", "strategy"),
-    [((1, 1), "cos"), ((2, 2), "linear"), ((4, 1), "cos")],
+    ("batch", "strategy"),
+    [(6, "cos"), (11, "linear"), (18, "cos")],
     ids=["just before the first average", "in the epochs of averages", "in that of the statistics"],
 )
-def test_stochastic_weight_averaging_continues_within_an_epoch(
-    place: tuple[int, int], strategy: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "saved.ckpt"
+def test_stochastic_weight_averaging_continues_within_an_epoch(batch: int, strategy: Any, tmp_path: Path) -> None:
+    def run(callbacks: list[Callback], path: Path | None) -> Net:
+        average = StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=2, annealing_strategy=strategy)
+        return fit(average, *callbacks, ckpt_path=path)
 
-    def average() -> Callback:
-        return StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=2, annealing_strategy=strategy)
-
-    undisturbed = fit(average(), SavesAt(path, *place))
-    assert_equal(undisturbed, fit(average(), ckpt_path=path))
+    assert_resumes(run, tmp_path, ["on_train_batch_end"], calls=[batch])
 
 
 class ComparesValidated(Callback):
@@ -113,16 +98,16 @@ AT_EPOCH = partial(EMAWeightAveraging, decay=0.5, update_every_n_steps=0, update
 
 @pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
-    ("average", "place"),
-    [(AT_STEP, (0, 1)), (AT_STEP, (1, 3)), (AT_EPOCH, (0, 1)), (AT_EPOCH, (2, 2))],
+    ("average", "batch"),
+    [(AT_STEP, 2), (AT_STEP, 8), (AT_EPOCH, 2), (AT_EPOCH, 11)],
     ids=["before its step", "after its step", "before its epoch", "after its epoch"],
 )
-def test_an_average_begins_with_the_weights_of_its_start(average: Any, place: Any, tmp_path: Path) -> None:
+def test_an_average_begins_with_the_weights_of_its_start(average: Any, batch: int, tmp_path: Path) -> None:
     """The validations before it leave no trace, nor does a resumption before or after it."""
-    path = tmp_path / "saved.ckpt"
+    saves = SavesInHooks(tmp_path, ["on_train_batch_end"], [batch])
     expected = fit(average(), limit_val_batches=0)
-    assert_equal(expected, fit(average(), SavesAt(path, *place)))
-    assert_equal(expected, fit(average(), ckpt_path=path))
+    assert_equal(expected, fit(average(), saves))
+    assert_equal(expected, fit(average(), ckpt_path=saves.saved[0].path))
 
 
 class OddWeights(Callback):

@@ -81,7 +81,7 @@ class Logging(L.Callback):
         self.log("three", 3.0)
 
 
-def outcome(folder: Path, kind: Any = Measured, **options: Any) -> dict[str, Any]:
+def outcome(folder: Path, kind: Any = Measured) -> dict[str, Any]:
     """Fit, resume in the same folder, load and test; return all that a user sees of it."""
 
     def run(epochs: int) -> Any:
@@ -96,7 +96,6 @@ def outcome(folder: Path, kind: Any = Measured, **options: Any) -> dict[str, Any
                 LearningRateMonitor("step"),
             ],
             log_every_n_steps=1,
-            **options,
         )
 
     torch.manual_seed(1)
@@ -142,15 +141,6 @@ def test_a_run_without_any_of_the_names(tmp_path: Path, monkeypatch: pytest.Monk
     assert outcome(tmp_path / "without", Renamed) == expected
     # Nothing asks for the mode of loaders that Equipoise itself has combined.
     assert looked_for == {name: set() if name == "loaders" else set(names) for name, (_, names) in NAMES.items()}
-
-
-@pytest.mark.slow
-def test_a_run_on_two_devices_without_any_of_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"strategy": "dp", "devices": ["cpu", "cpu"]}
-    with_names = outcome(tmp_path / "with", **options)
-    for kind, names in NAMES.values():
-        hide(monkeypatch, kind, *names)
-    assert outcome(tmp_path / "without", Renamed, **options) == with_names
 
 
 # Callbacks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from tests.support.trainer_runs import Small, Validated, loader, trainer
+from tests.support.trainer_runs import Small, loader, trainer
 
 
 def is_bound(owner: Any) -> bool:
@@ -62,21 +62,6 @@ def test_log_is_gone_after_an_error(hook: str, error: type[BaseException]) -> No
         trainer(callbacks=[callback]).fit(module, loader())
     assert not is_bound(module)
     assert not is_bound(callback)
-
-
-def test_log_is_bound_in_every_kind_of_run() -> None:
-    seen = []
-
-    class Module(Validated):
-        def on_validation_start(self) -> None:
-            seen.append(is_bound(self))
-
-        on_test_start = on_predict_start = on_validation_start
-
-    for entry in ("validate", "test"):
-        getattr(trainer(), entry)(Module(), loader(), verbose=False)
-    trainer().predict(Module(), loader())
-    assert seen == [True] * 3
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(cloudpickle.dumps(module))])

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.profiler import ProfilerActivity, profile
 
 from equipoise.interop.torch import optimizers
 from equipoise.interop.torch.optimizers import has_step_hooks, has_step_pre_hooks, plain_step
@@ -19,32 +17,6 @@ def parameter() -> nn.Parameter:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     parameter.grad = torch.tensor([0.5, 2.0], dtype=torch.float64)
     return parameter
-
-
-@pytest.mark.parametrize("optimizer_class", [SGD, Adam])
-def test_the_result_is_that_of_the_optimizer(optimizer_class: type[Optimizer]) -> None:
-    results = []
-    for is_plain in (True, False):
-        torch.manual_seed(0)
-        module = nn.Linear(3, 2, dtype=torch.float64)
-        optimizer = optimizer_class(module.parameters(), lr=0.1)
-        step = plain_step(optimizer) if is_plain else optimizer.step
-        for _ in range(3):
-            optimizer.zero_grad()
-            module(torch.randn(4, 3, dtype=torch.float64)).square().mean().backward()
-            step()
-        assert torch.is_grad_enabled()
-        results.append([module.weight, module.bias])
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_a_profiler_finds_the_record(parameter: nn.Parameter) -> None:
-    step = plain_step(SGD([parameter], lr=0.1))
-    step()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
-    assert [event.key for event in profiler.key_averages() if "Optimizer" in event.key] == ["Optimizer.step#SGD.step"]
 
 
 def test_hooks_that_are_registered_later_are_called(parameter: nn.Parameter) -> None:
@@ -82,16 +54,6 @@ def test_a_replaced_step_is_called(parameter: nn.Parameter, monkeypatch: pytest.
         step()
         plain_step(optimizer)()
     assert calls == ["of the object", "of the class", "of the class"]
-
-
-def test_a_scheduler_notices_the_step(parameter: nn.Parameter) -> None:
-    optimizer = SGD([parameter], lr=0.1)
-    step = plain_step(optimizer)
-    scheduler = StepLR(optimizer, 1)
-    # A warning of torch, which is an error here, says if the optimiser was not stepped before the scheduler.
-    step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == pytest.approx([0.01])
 
 
 def test_hooks_that_torch_does_not_show_may_be_there(parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch) -> None:

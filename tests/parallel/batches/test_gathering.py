@@ -158,7 +158,6 @@ DIFFERENT: dict[str, tuple[Sequence[Any], list[str]]] = {
         [torch.zeros(2), {"loss": 1}],
         ["structures: part 1: a tensor of shape [2]; part 2: a dict with keys ['loss']."],
     ),
-    "keys": ([{"a": {"b": 1}}, {"a": {"c": 1}}], ["structures at ['a']: ", "part 2: a dict with keys ['c']"]),
     "records": ([Frozen(Frozen(1)), Frozen(Pair(1, 2))], ["structures at .inner: part 1: Frozen; part 2: a Pair"]),
     "arrays": ([np.zeros(2), np.zeros((2, 2))], ["part 1: ndarray; part 2: ndarray"]),
 }

@@ -139,20 +139,6 @@ def changed(one: Holder, two: Holder, rank: int) -> dict[str, Any]:
     return {"one": one, "again": [one], "own": own, "value": one.value}
 
 
-def test_known_objects_come_back_as_the_callers_own() -> None:
-    """They stand for themselves; whoever wants what changed in them sends it along."""
-    one, two = Holder("one"), Holder(torch.ones(2))
-    answer = launch(partial(changed, one, two), 2, known=[one, two])
-    assert answer["one"] is one
-    assert answer["again"][0] is one
-    assert answer["own"].value is two
-    assert (one.value, answer["value"]) == ("one", "changed")
-    strange = launch(partial(changed, one, two), 2)
-    assert strange["one"] is not one
-    assert strange["one"].value == "changed"
-    assert strange["again"][0] is strange["one"]
-
-
 # What they find
 
 
@@ -403,18 +389,6 @@ def fails_while_a_child_ends(rank: int) -> None:
 def test_a_report_that_is_broken_off_is_made_again() -> None:
     with pytest.raises(Mistake, match="mistake number 3"):
         launch(fails_while_a_child_ends, 1, is_consequence=a_child_ends)
-
-
-def waits(raising: int, rank: int) -> None:
-    if rank == raising:
-        raise Mistake(1)
-    threading.Event().wait()
-
-
-@pytest.mark.thorough
-def test_nobody_waits_for_those_that_wait() -> None:
-    with pytest.raises(Mistake):
-        launch(partial(waits, 1), 3)
 
 
 # Signals

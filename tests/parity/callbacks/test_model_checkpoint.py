@@ -110,7 +110,6 @@ CASES = [
     ),
     case("by-time-at-every-step", saving(train_time_interval=timedelta(0), save_top_k=-1)),
     case("several", several),
-    case("fast-dev-run", saving(monitor="wave"), expected=set(), fast_dev_run=True),
     Case(
         name="saved-by-hand",
         module=Waves,

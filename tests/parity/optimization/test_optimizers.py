@@ -33,13 +33,6 @@ class Forgetful(SGD):
         return None
 
 
-class Untrained(Classifier):
-    """Runs without an optimiser."""
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
 class Complete(Classifier):
     """Uses the pieces that a module may read while it makes its optimiser."""
 
@@ -57,7 +50,6 @@ def learning_rates(record: Record) -> list[float]:
 
 
 CASES = [
-    Case(name="none", module=Untrained, proves=lambda r: r["optimizers"] == [{}]),
     Case(name="estimated-stepping-batches", module=Complete, proves=lambda r: learning_rates(r)[0] < 0.002),
     Case(name="lbfgs", module=with_optimizers(lambda m: LBFGS(m.parameters(), 0.1, max_iter=3))),
     Case(name="closure-twice", module=with_optimizers(lambda m: Twice(m.parameters(), 0.1))),
