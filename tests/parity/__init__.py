@@ -14,7 +14,8 @@ Where Equipoise differs on purpose, it is held against what it should be instead
 - A short or uneven accumulation window, or one with a batch that returned None, has the gradient of its union
   (`tests/trainer/optimization/test_accumulation.py`).
 - A run resumed from one of its own checkpoints continues exactly: within an epoch with any loader, with every
-  generator, with the epoch's sums and with schedulers that watch a value (`resuming`).
+  generator, with the epoch's sums and with schedulers that watch a value (`resuming`,
+  `tests/trainer/loops/test_resumption.py`).
 - Contradictory arguments are refused before training, by an error of its own (`refuses`).
 - An interrupt by the keyboard is handed on as such; Lightning exits the process (`runs/test_stopping.py`).
 """

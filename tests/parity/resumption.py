@@ -28,7 +28,6 @@ __all__ = [
     "assert_same_parts",
     "by_epoch",
     "by_plateau",
-    "by_step",
     "every_epoch",
     "every_two_steps",
     "every_validation",
@@ -71,11 +70,6 @@ class Resumable:
 
 def resumable() -> dict[str, Any]:
     return {"train_dataloaders": Resumable(6, 1), "val_dataloaders": data.loader(2, 2)}
-
-
-def by_step(module: Any) -> Any:
-    optimizer = Adam(module.parameters(), 0.01)
-    return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"}]
 
 
 def by_epoch(module: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Further uses of a checkpoint: loaders without position, random draws, evaluation, modules without a trainer."""
+"""Further uses of a checkpoint: evaluation, and modules without a trainer."""
 
 import dataclasses
 import warnings
@@ -7,38 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from tests.support.equality import assert_equal
 
-from .. import data
 from ..harness import Case
-from ..modules import Classifier, with_optimizers
+from ..modules import Classifier
 from ..resumption import (
-    FINAL,
     TRAINERS,
-    WHOLE,
     StatefulData,
-    assert_same_parts,
-    by_step,
     every_epoch,
-    every_two_steps,
-    resume,
     run,
-    scenario,
 )
-
-
-@pytest.mark.thorough
-def test_a_plain_loader_resumes_within_an_epoch(tmp_path: Path) -> None:
-    """The loader cannot tell its position; Lightning would begin the epoch's data anew."""
-    plan = scenario("mid-epoch", "step=2.ckpt", callbacks=every_two_steps, module=with_optimizers(by_step))
-    saving = {saver: run(plan.case, saver, tmp_path / saver) for saver in TRAINERS}
-    for saver in TRAINERS:
-        for checkpoint in ("step=2.ckpt", "step=8.ckpt"):
-            plan = dataclasses.replace(plan, checkpoint=checkpoint)
-            actual = resume(plan, tmp_path / saver, "equipoise", tmp_path / f"{saver}-{checkpoint}")
-            assert_same_parts(FINAL, saving["lightning"], actual, f"{checkpoint} of {saver}")
 
 
 @pytest.mark.parametrize("saver", TRAINERS)
@@ -91,34 +70,3 @@ def test_load_from_checkpoint_loads_the_checkpoint_of_either_trainer(trainer: st
         "colour": "red",
     }
     assert dataset.hparams.batches == 4
-
-
-class Drawing(Classifier):
-    """Draws in every step, by dropout and by hand."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.5, batch_norm=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step([batch[0] + 0.1 * torch.randn(1), batch[1]], batch_idx)
-
-
-def augmented() -> dict[str, Any]:
-    return {
-        "train_dataloaders": DataLoader(data.Noisy(6, 1), data.BATCH, shuffle=True),
-        "val_dataloaders": data.loader(2),
-    }
-
-
-@pytest.mark.quick_cases(2)
-@pytest.mark.thorough
-@pytest.mark.parametrize("loaders", [data.shuffled, augmented, data.unsized])
-def test_random_numbers_resume_within_an_epoch(loaders: Any, tmp_path: Path) -> None:
-    """Shuffling, augmentation, dropout: Lightning's checkpoints keep no generator, ours do."""
-    plan = scenario("drawing", "step=2.ckpt", callbacks=every_two_steps, module=Drawing, data=loaders)
-    expected = run(plan.case, "lightning", tmp_path / "uninterrupted")
-    run(plan.case, "equipoise", tmp_path / "saved")
-    for checkpoint in ("step=6.ckpt", "step=10.ckpt"):
-        plan = dataclasses.replace(plan, checkpoint=checkpoint)
-        actual = resume(plan, tmp_path / "saved", "equipoise", tmp_path / checkpoint)
-        assert_same_parts(WHOLE, expected, actual, checkpoint)

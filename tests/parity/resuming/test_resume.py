@@ -57,14 +57,6 @@ SCENARIOS = [
     scenario("epoch-end-data-module", "epoch=0.ckpt", data=lambda: {"datamodule": StatefulData()}),
     scenario("last", "last.ckpt", total_epochs=4, callbacks=last),
     scenario("longer-than-planned", "epoch=2.ckpt", total_epochs=5, module=with_optimizers(by_epoch)),
-    scenario(
-        "mid-epoch-plateau",
-        "step=8.ckpt",
-        exact=False,
-        data=resumable,
-        callbacks=every_two_steps,
-        module=with_optimizers(by_plateau),
-    ),
     # Lightning leaves out what remained of the epoch: its validation and its last hooks.
     scenario("mid-epoch-last-batch", "step=6.ckpt", alike=False, data=resumable, callbacks=every_two_steps),
     scenario(
