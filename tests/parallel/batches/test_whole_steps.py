@@ -7,7 +7,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from equipoise.parallel.batches.whole_steps import AgreedOrder, WholeSteps
 
 
-@pytest.mark.parametrize(("count", "joined"), [(0, 2), (12, 2), (11, 2), (7, 1)])
+@pytest.mark.parametrize(("count", "joined"), [(0, 2), (12, 2), (13, 2), (7, 1)])
 def test_a_step_joins_batches_of_the_sampler(count: int, joined: int) -> None:
     steps = WholeSteps(BatchSampler(range(count), 3, False), joined)
     expected = list(BatchSampler(range(count), 3 * joined, False))

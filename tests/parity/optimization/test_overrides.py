@@ -39,21 +39,6 @@ class OwnBackward(Classifier):
         (3 * loss).backward(*args, **kwargs)
 
 
-class KeepsGraph(Classifier):
-    """Needs the graph once more after the backward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.last_loss = super().training_step(batch, batch_idx)
-        return self.last_loss
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(retain_graph=True)
-
-    def on_after_backward(self) -> None:
-        gradients = torch.autograd.grad(self.last_loss, self.net[0].weight)
-        self.log("gradient_norm", gradients[0].norm())
-
-
 class OwnZeroGrad(Classifier):
     """Zeroes in place, so the gradients stay the same tensors."""
 
@@ -144,7 +129,6 @@ CASES = [
         module=StepsEverySecondBatch,
         proves=lambda r: r["counters"]["global_step"] == 12,
     ),
-    Case(name="backward-keeps-graph", module=KeepsGraph),
     Case(name="clipping-own", module=ClipsMore),
     Case(name="clipping-given-twice", module=ClipsMore, options=CLIPPED, raises=MisconfigurationException),
     Case(

@@ -77,6 +77,13 @@ class ByStep(Classifier):
         self.log("test_end", 1.0)
 
 
+class PredictsSome(Classifier):
+    """Returns nothing for some batches."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return None if batch_idx == 1 else {"index": (batch_idx, dataloader_idx), "logits": self(batch[0])}
+
+
 class Writer(BasePredictionWriter):
     """Writes predictions to files, with the indices of their samples."""
 
@@ -123,6 +130,7 @@ CASES = [
         data=data.several_val,
         proves=lambda r: [len(p) for p in r["returned"]] == [3, 3],
     ),
+    Case(name="predict-nothing-for-some", module=PredictsSome, run=predict),
     Case(name="predict-without-returning", run=predict_without_returning, proves=lambda r: r["returned"] is None),
     *(
         Case(

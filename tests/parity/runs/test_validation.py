@@ -73,6 +73,7 @@ CASES = [
         proves=lambda r: validated(r) == 2,
     ),
     Case(name="every-two-batches", options={"val_check_interval": 2}, proves=lambda r: validated(r) == 6),
+    Case(name="half-an-epoch", options={"val_check_interval": 0.5}, proves=lambda r: validated(r) == 4),
     Case(
         name="across-epochs-longer-than-one",
         options={"val_check_interval": 8, "check_val_every_n_epoch": None, "max_epochs": 4},
