@@ -13,16 +13,20 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from equipoise import ConfigurationError
 from equipoise.interop.lightning.callbacks import (
     last_checkpoints,
     looks_after_training_epochs,
+    with_average_begun,
+    without_skipped_steps,
 )
 from equipoise.interop.lightning.checkpoint_hooks import hook_of_checkpoint
 from equipoise.interop.metrics import load_metric_states, metric_states, take_metric_state
@@ -135,24 +139,63 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
 }
 
 
-def test_a_run_without_any_of_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = outcome(tmp_path / "with")
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome with all names."""
+    return outcome(tmp_path_factory.mktemp("with"))
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_without_the_names_of_one_class(
+    name: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, names = NAMES[name]
+    looked_for = hide(monkeypatch, kind, *names)
+    assert outcome(tmp_path) == expected
+    # Nothing asks for the mode of loaders that Equipoise itself has combined.
+    assert looked_for == (set() if name == "loaders" else set(names))
+
+
+def test_a_run_without_any_of_the_names(
+    expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked_for = {name: hide(monkeypatch, kind, *names) for name, (kind, names) in NAMES.items()}
     assert outcome(tmp_path / "without", Renamed) == expected
-    # Nothing asks for the mode of loaders that Equipoise itself has combined.
     assert looked_for == {name: set() if name == "loaders" else set(names) for name, (_, names) in NAMES.items()}
 
 
 # Callbacks
 
 
-def test_a_checkpoint_callback_that_works_otherwise_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["_monitor_candidates", "_save_last_checkpoint", "_should_remove_checkpoint"])
+def test_a_checkpoint_callback_that_works_otherwise_is_called_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     callback = ModelCheckpoint(monitor="value")
     fit: Any = SimpleNamespace(later_files={"a.ckpt"})
     hook = callback.on_validation_end
     assert hook_of_checkpoint(callback, "on_validation_end", hook, fit) != hook
-    monkeypatch.delattr(ModelCheckpoint, "_save_last_checkpoint")
+    monkeypatch.delattr(ModelCheckpoint, name)
     assert hook_of_checkpoint(callback, "on_validation_end", hook, fit) == hook
+
+
+def test_averaging_that_notes_no_step_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    averaging = WeightAveraging()
+    fit: Any = SimpleNamespace()
+    hook = averaging.on_train_batch_end
+    assert without_skipped_steps(averaging, "on_train_batch_end", hook, fit) != hook
+    hide(monkeypatch, WeightAveraging, "_latest_update_step")
+    assert without_skipped_steps(averaging, "on_train_batch_end", hook, fit) == hook
+
+
+def test_averaging_without_its_average_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    averaging = WeightAveraging()
+    hide(monkeypatch, WeightAveraging, "_average_model")
+    calls: list[Any] = []
+    with_average_begun(averaging, "on_train_end", lambda *args: calls.append(args))("trainer", nn.Linear(1, 1))
+    assert len(calls) == 1
 
 
 def test_early_stopping_without_a_value_to_monitor(monkeypatch: pytest.MonkeyPatch) -> None:

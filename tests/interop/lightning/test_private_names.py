@@ -17,7 +17,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD
-from torchmetrics import CatMetric
+from torchmetrics import CatMetric, SumMetric
 
 from equipoise.interop.lightning.callbacks import cannot_fire
 from equipoise.interop.lightning.modules import pretend_device
@@ -44,13 +44,17 @@ def bound(module: LightningModule | None = None) -> LightningModule:
 # Metrics
 
 
-def test_states_of_metrics_come_back_to_where_the_metric_is() -> None:
+def test_states_of_metrics_are_copies_on_the_device_of_the_metric() -> None:
     """The meta device is the only other one that every machine has."""
-    module = nn.ModuleDict({"metric": CatMetric()})
-    module["metric"].update(torch.ones(1))
+    module = nn.ModuleDict({"list": CatMetric(), "sum": SumMetric()})
+    for metric in module.values():
+        metric.update(torch.ones(1))
     states = metric_states(module)
+    module["sum"].update(100.0)
+    load_metric_states(module, states)
+    assert module["sum"].compute() == 1
     load_metric_states(module.to("meta"), states)
-    assert [tensor.device.type for tensor in module["metric"].value] == ["meta"]
+    assert [tensor.device.type for tensor in module["list"].value] == ["meta"]
 
 
 def test_states_of_metrics_that_are_gone_are_passed_over() -> None:

@@ -12,8 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise.interop.distributed.backward_calls import BackwardCall, gradients_here, intercept_backwards
 from equipoise.interop.torch.autograd import (
+    is_changed,
     is_in_backward,
+    next_node_number,
+    number_of_node,
     run_backward,
+    running_node,
 )
 
 
@@ -31,6 +35,45 @@ def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
         loss = torch.sqrt(negative)
         with pytest.raises(RuntimeError, match="nan values"):
             run_backward(loss, torch.ones_like(loss))
+
+
+def test_changes_in_place_are_noticed() -> None:
+    tensor = torch.ones(())
+    assert not is_changed(tensor)
+    tensor.mul_(2)
+    assert is_changed(tensor)
+
+
+def test_nodes_are_numbered_in_order() -> None:
+    before = next_node_number()
+    leaf = torch.ones(2, requires_grad=True)
+    nodes = [(leaf * factor).grad_fn for factor in range(3)]
+    assert [number_of_node(node) for node in nodes] == [before, before + 1, before + 2]
+    assert next_node_number() == before + 3
+    # The node at which a leaf receives its gradient has a number beyond all others.
+    (accumulation, _), *_ = nodes[0].next_functions
+    assert number_of_node(accumulation) >= 2**63
+
+
+def test_the_node_of_the_running_backward_is_known() -> None:
+    assert running_node() is None
+    seen = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append(number_of_node(running_node()))
+            return gradient
+
+    output = Watched.apply(torch.ones(2, requires_grad=True))
+    number = number_of_node(output.grad_fn)
+    output.sum().backward()
+    assert seen == [number]
+    assert running_node() is None
 
 
 def test_every_backward_is_intercepted() -> None:

@@ -310,6 +310,18 @@ def test_copies_made_without_gradients_train_later() -> None:
     assert weights(replicas[1]) == weights(module)
 
 
+def test_a_module_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        module = nn.BatchNorm1d(2)
+        module.weight.requires_grad_(False)
+        replicas = copies(module)
+        module.weight.fill_(3)
+        module.running_mean.fill_(4)
+        replicas.refresh([0, 1])
+        assert replicas[1].weight.tolist() == [3, 3]
+        assert replicas[1].running_mean.tolist() == [4, 4]
+
+
 # Buffers
 
 
