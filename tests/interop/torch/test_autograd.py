@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from equipoise.interop.distributed.backward_calls import BackwardCall, gradients_here, intercept_backwards
@@ -35,6 +36,25 @@ def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
         loss = torch.sqrt(negative)
         with pytest.raises(RuntimeError, match="nan values"):
             run_backward(loss, torch.ones_like(loss))
+
+
+def test_modes_see_the_backward() -> None:
+    class Names(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    leaf = torch.ones(2, requires_grad=True)
+    loss = leaf.sum()
+    gradient = torch.ones_like(loss)
+    with Names() as mode:
+        run_backward(loss, gradient)
+    assert "backward" in mode.names
+    assert leaf.grad is not None
 
 
 def test_changes_in_place_are_noticed() -> None:

@@ -110,6 +110,7 @@ def summed(dtype: torch.dtype, together: int) -> tuple[Sequence[Any], Any, Any]:
 SCALARS: dict[str, tuple[Sequence[Any], Any, Any]] = {  # with weights 1 and 3, and without
     "means": summed(torch.float32, 4),
     "counts": summed(torch.int64, 6),
+    "small counts": summed(torch.int32, 6),
     "answers": ([torch.tensor(True), torch.tensor(False)], torch.tensor([True, False]), torch.tensor([True, False])),
     "floats": ([1.0, 5.0], 4.0, [1.0, 5.0]),
     "equal floats": ([0.1, 0.1], 0.1, 0.1),
@@ -155,6 +156,9 @@ DIFFERENT: dict[str, tuple[Sequence[Any], list[str]]] = {
         [torch.zeros(2), {"loss": 1}],
         ["structures: part 1: a tensor of shape [2]; part 2: a dict with keys ['loss']."],
     ),
+    "dimensions": ([torch.zeros(2), torch.tensor(1.0)], ["part 2: a tensor of shape []"]),
+    "lengths": ([(1, 2, 3), (1, 2)], ["part 1: a tuple of length 3; part 2: a tuple of length 2"]),
+    "kinds": ([[(1, 2)], [[1, 2]]], ["structures at [0]: ", "part 2: a list of length 2"]),
     "records": ([Frozen(Frozen(1)), Frozen(Pair(1, 2))], ["structures at .inner: part 1: Frozen; part 2: a Pair"]),
     "arrays": ([np.zeros(2), np.zeros((2, 2))], ["part 1: ndarray; part 2: ndarray"]),
 }
