@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
 
 from equipoise.interop.torch import optimizers
 from equipoise.interop.torch.optimizers import has_step_hooks, has_step_pre_hooks, plain_step
@@ -17,6 +18,14 @@ def parameter() -> nn.Parameter:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     parameter.grad = torch.tensor([0.5, 2.0], dtype=torch.float64)
     return parameter
+
+
+def test_a_profiler_finds_the_record(parameter: nn.Parameter) -> None:
+    step = plain_step(SGD([parameter], lr=0.1))
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    assert [event.key for event in profiler.key_averages() if "Optimizer" in event.key] == ["Optimizer.step#SGD.step"]
 
 
 def test_hooks_that_are_registered_later_are_called(parameter: nn.Parameter) -> None:
