@@ -33,6 +33,14 @@ class Forgetful(SGD):
         return None
 
 
+class HookedSGD(SGD):
+    """Counts its `zero_grad` calls in its state, so an override of it must be called."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.param_groups[0]["cleared"] = self.param_groups[0].get("cleared", 0) + 1
+        super().zero_grad(set_to_none)
+
+
 class Complete(Classifier):
     """Uses the pieces that a module may read while it makes its optimiser."""
 
@@ -53,6 +61,11 @@ CASES = [
     Case(name="estimated-stepping-batches", module=Complete, proves=lambda r: learning_rates(r)[0] < 0.002),
     Case(name="lbfgs", module=with_optimizers(lambda m: LBFGS(m.parameters(), 0.1, max_iter=3))),
     Case(name="closure-twice", module=with_optimizers(lambda m: Twice(m.parameters(), 0.1))),
+    Case(
+        name="own-zero-grad",
+        module=with_optimizers(lambda m: HookedSGD(m.parameters(), 0.1)),
+        proves=lambda r: r["optimizers"][0]["param_groups"][0]["cleared"] > 0,
+    ),
     Case(
         name="closure-never-called",
         module=with_optimizers(lambda m: Forgetful(m.parameters(), 0.1)),

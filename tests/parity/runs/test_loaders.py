@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from equipoise import ConfigurationError
 
@@ -46,6 +46,16 @@ class Reloads(Classifier):
     def val_dataloader(self) -> Any:
         self.made.append(("val", self.current_epoch))
         return data.loader(2, seed=10 + self.current_epoch)
+
+
+class Fading(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples without a length: three batches, none, and two."""
+
+    def __init__(self) -> None:
+        self.batches = iter([3, 0, 2])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(list(data.samples(next(self.batches) * data.BATCH)))
 
 
 def endless() -> dict[str, Any]:
@@ -114,6 +124,12 @@ CASES = [
         name="one-worker", module=Dropping, data=noisy(num_workers=1), options={"num_sanity_val_steps": 1}, watch=False
     ),
     Case(name="own-samplers", module=Dropping, data=own_samplers),
+    Case(
+        name="unsized-and-empty-in-the-second-epoch",
+        data=lambda: {**data.sized(val=2), "train_dataloaders": DataLoader(Fading(), data.BATCH)},
+        options={"max_epochs": 3, "num_sanity_val_steps": 0},
+        proves=lambda r: (r["counters"]["global_step"], r["counters"]["current_epoch"]) == (5, 3),
+    ),
     Case(
         name="endless",
         data=endless,
