@@ -15,8 +15,10 @@ BY_STEP = (
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
+    "on_before_optimizer_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
 )
-BY_STEP_TOO = ("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end")
 BY_EPOCH = (
     "on_train_start",
     "on_train_epoch_start",
@@ -56,7 +58,7 @@ class ReadsMetrics(Classifier):
         self.log("loss_again", outputs["loss"], on_step=True, on_epoch=True)
 
 
-HOOKS = [*BY_STEP, *BY_STEP_TOO, *BY_EPOCH]
+HOOKS = [*BY_STEP, *BY_EPOCH]
 
 CASES = [
     Case(
@@ -71,9 +73,7 @@ CASES = [
     ),
     Case(
         name="callback-hooks-by-step-and-epoch",
-        callbacks=lambda: [
-            logging_hooks(Callback, [*BY_STEP, *BY_STEP_TOO], on_step=True, on_epoch=True, prog_bar=True)()
-        ],
+        callbacks=lambda: [logging_hooks(Callback, BY_STEP, on_step=True, on_epoch=True, prog_bar=True)()],
         options={"accumulate_grad_batches": 2, "log_every_n_steps": 2},
     ),
     Case(name="reads-metrics", module=ReadsMetrics),
