@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,10 +38,11 @@ def name() -> str:
 def test_one_thread_for_each_distinct_device(threads: DeviceThreads) -> None:
     ran: list[int] = []
 
-    def record(position: int) -> Callable[[], str]:
-        return lambda: ran.append(position) or name()
+    def record(position: int) -> str:
+        ran.append(position)
+        return name()
 
-    names = threads.run([(index, record(position)) for position, index in enumerate((0, 1, 2, 3, 0, 1))])
+    names = threads.run([(index, partial(record, position)) for position, index in enumerate((0, 1, 2, 3, 0, 1))])
     assert set(names[::2]) == {name()}
     (other,) = set(names[1::2])
     assert other.startswith("equipoise-device")
