@@ -27,6 +27,19 @@ class Manual(Classifier):
         return loss
 
 
+class ByClosure(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        self.log("closure_loss", optimizer.step(closure=closure))
+
+
 class Accumulates(Manual):
     """Steps every second batch, clips first."""
 
@@ -103,6 +116,7 @@ class OwnHooks(Manual):
 
 
 CASES = [
+    Case(name="closure", module=ByClosure),
     Case(name="accumulates-and-clips", module=Accumulates, proves=lambda r: r["counters"]["global_step"] == 6),
     Case(name="schedulers-by-hand", module=Scheduled),
     Case(name="two-toggled", module=Toggled, proves=lambda r: r["metrics"]["callback_metrics"]["frozen_0"] == 2),

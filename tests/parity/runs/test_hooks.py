@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning as L
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -53,6 +54,19 @@ class DataModule(L.LightningDataModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["from_data"] = 3
+
+
+class Transferring(Classifier):
+    """Changes batches on their way to the device."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"features": batch[0] / 2, "labels": batch[1]}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device({**batch, "loader": dataloader_idx}, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch["features"] - batch["loader"], batch["labels"]]
 
 
 class BuiltLate(Classifier):
@@ -122,6 +136,12 @@ CASES = [
         data=lambda: {
             "datamodule": L.LightningDataModule.from_datasets(data.samples(16, 1), data.samples(8, 2), batch_size=4)
         },
+    ),
+    Case(
+        name="module-transfers",
+        module=Transferring,
+        data=data.several_val,
+        run=lambda t, m, g: (t.fit(m, **g), t.predict(m, g["val_dataloaders"]))[1],
     ),
     Case(name="module-built-late", module=BuiltLate, data=dict, observe=lambda t: t.lightning_module.stages),
     Case(name="barebones", options=BARE, logger=lambda root: None, watch=False),
