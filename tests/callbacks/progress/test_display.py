@@ -68,7 +68,6 @@ class TestLayout:
             (120, ["Epoch 3/10  ━━━━━━━━━━━{19}   412/1095  41.2 it/s  0:10<0:17  loss 0.3124  acc 0.9100"]),
             (85, ["Epoch 3/10  ━━━╸{6}   412/1095  41.2 it/s  0:10<0:17  loss 0.3124  acc 0.9100"]),
             (75, ["Epoch 3/10  ━━━━━━━━━━━{19}   412/1095  41.2 it/s  0:10<0:17", "  loss 0.3124  acc 0.9100"]),
-            (55, ["Epoch 3/10  ━━━╸{6}   412/1095  41.2 it/s  0:10<0:17", "  loss 0.3124  acc 0.9100"]),
             (40, ["Epoch 3/10  ━━{4}   412/1095  0:17 left", "  loss 0.3124  acc 0.9100"]),
             (22, ["Epoch 3/10   412/1095", "  loss 0.3124  acc 0.…"]),
             (12, ["Epoch 3/10 …", "  loss 0.31…"]),
@@ -94,7 +93,9 @@ class TestLayout:
     def test_no_line_is_wider_than_the_terminal(self, width, label, metrics, total, done, ascii_only):
         track = Track(label, total, 0.0)
         track.update(done, 3.0)
-        text = Layout(ascii_only=ascii_only).compose([track, half_done()], metrics, width=width, now=3.0)
+        layout = Layout(ascii_only=ascii_only)
+        layout.compose([half_done()], {"loss": 1}, width=12, now=3.0)  # a terminal may become wider
+        text = layout.compose([track, half_done()], metrics, width=width, now=3.0)
         lines = text.plain.split("\n")
         assert len(lines) in (2, 3)
         assert all(cell_len(line) <= width for line in lines)
@@ -108,13 +109,6 @@ class TestLayout:
             return len(layout.compose([track], metrics, width=width, now=10.0).plain.split("\n"))
 
         assert [lines(short, 80), lines(long, 80), lines(short, 80), lines(short, 81)] == [1, 2, 2, 1]
-
-    def test_an_unknown_total_after_a_narrow_layout(self):
-        layout = Layout()
-        layout.compose([half_done()], {"loss": 1}, width=12, now=10.0)
-        track = Track("Epoch 1", math.inf, 0.0)
-        track.update(50, 10.0)
-        assert layout.compose([track], {}, width=12, now=10.0).plain == "Epoch 1  50…"
 
     def test_what_is_not_finite_stands_out(self):
         text = Layout().compose([half_done()], {"loss": math.nan, "acc": 0.5}, width=120, now=10.0)

@@ -74,24 +74,21 @@ both_trainers = pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
 
 
 class TestScreen:
-    @both_trainers
-    def test_the_last_line_of_a_fit_stays(self, make_terminal: Callable[[int], Terminal], clock: Clock, cls: type):
-        terminal, bar = make_terminal(120), ProgressBar(leave=False)
+    @pytest.mark.parametrize(("cls", "leave"), [(L.Trainer, True), (equipoise.Trainer, True), (L.Trainer, False)])
+    def test_every_epoch_leaves_its_line_or_the_last_alone(
+        self, make_terminal: Callable[[int], Terminal], clock: Clock, cls: type, leave: bool
+    ):
+        terminal, bar = make_terminal(120), ProgressBar(leave=leave)
         run = fit(ticking(clock, 0.5), loader(8), loader(2), bar=bar, cls=cls, max_epochs=2)
         assert run.progress_bar_callback is bar
         # Eight batches of half a second; the validation's second is its own; `late` is logged at the epoch's very end.
-        assert terminal.text == f"Epoch 2/2  {'━' * 30}  8/8  2.00 it/s  0:04  loss 15.00  val_loss 11.00  late 101.0"
-        assert terminal.cursor_visible
-        assert terminal.wrapped == []
-
-    def test_every_epoch_leaves_its_line(self, make_terminal: Callable[[int], Terminal], clock: Clock):
-        terminal = make_terminal(120)
-        fit(ticking(clock, 0.5), loader(8), loader(2), bar=ProgressBar(), max_epochs=3)
-        values = ["loss 7.000  val_loss 10.00  late 100.0", "loss 15.00  val_loss 11.00  late 101.0"]
-        values += ["loss 23.00  val_loss 12.00  late 102.0"]
-        assert terminal.text.split("\n") == [
-            f"Epoch {n}/3  {'━' * 30}  8/8  2.00 it/s  0:04  {shown}" for n, shown in enumerate(values, 1)
+        bar_and_rate = f"{'━' * 30}  8/8  2.00 it/s  0:04"
+        lines = [
+            f"Epoch 1/2  {bar_and_rate}  loss 7.000  val_loss 10.00  late 100.0",
+            f"Epoch 2/2  {bar_and_rate}  loss 15.00  val_loss 11.00  late 101.0",
         ]
+        assert terminal.text.split("\n") == (lines if leave else lines[1:])
+        assert terminal.cursor_visible
         assert terminal.wrapped == []
 
     def test_an_epoch_as_it_goes(self, screens: Screens):
@@ -99,16 +96,15 @@ class TestScreen:
         assert screens[0] == f"Epoch 1/1  {'─' * 30}   0/10  0:00"
         assert screens[4] == f"Epoch 1/1  {'━' * 12}{'─' * 18}   4/10  1.00 it/s  0:04<0:06  loss 3.000"
 
-    @pytest.mark.few_cases(1)
-    @pytest.mark.parametrize("width", [40, 80, 120])
-    def test_nothing_runs_over_the_edge(self, make_terminal: Callable[[int], Terminal], clock: Clock, width: int):
+    @pytest.mark.thorough
+    def test_nothing_runs_over_the_edge(self, make_terminal: Callable[[int], Terminal], clock: Clock):
         class Chatty(Small):
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
                 for number in range(6):
                     self.log(f"a_rather_long_name_{number}", float(batch_idx) ** 3, prog_bar=True)
                 return super().training_step(batch, batch_idx)
 
-        screens = Screens(terminal := make_terminal(width), clock)
+        screens = Screens(terminal := make_terminal(40), clock)
         trainer(callbacks=[ProgressBar(leave=False)], max_epochs=2).fit(
             Chatty(screens), loader(12), [loader(3), loader(3)]
         )
@@ -172,16 +168,13 @@ class TestScreen:
         assert "3/3" in terminal.text
 
     @both_trainers
-    def test_a_resumed_epoch_goes_on_in_its_midst(self, terminal: Terminal, clock: Clock, tmp_path: Path, cls: type):
-        def watch(module: Any, stage: str, batch_idx: int) -> None:
-            screens.append(terminal.text)
-            clock.tick(1)
-
-        screens: list[str] = []
+    def test_a_resumed_epoch_goes_on_in_its_midst(
+        self, terminal: Terminal, clock: Clock, screens: Screens, tmp_path: Path, cls: type
+    ):
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-        for path in (None, tmp_path / "step=4.ckpt"):
+        for path, step in ((None, ticking(clock, 1)), (tmp_path / "step=4.ckpt", screens)):
             run = trainer(cls, callbacks=[ProgressBar(), saving], max_epochs=1, enable_checkpointing=True)
-            run.fit(Small(watch if path else ticking(clock, 1)), loader(8), ckpt_path=path)
+            run.fit(Small(step), loader(8), ckpt_path=path)
         shown = [screen.split("\n")[-1] for screen in screens]
         assert len(shown) == 4
         assert "5/8  0:00  loss 4.000" in shown[1]
@@ -283,16 +276,15 @@ class TestWithoutATerminal:
 
     @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
     def test_a_file_gets_no_cursor_codes_where_colours_are_forced(
-        self, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch, variable: str
     ):
         monkeypatch.setenv(variable, "1")
-        path = tmp_path / "log.txt"
-        with path.open("w") as file:
-            console = rich.console.Console(file=file)
-            monkeypatch.setattr(rich, "get_console", lambda: console)
-            run = trainer(callbacks=[ProgressBar(), RunSummary()], max_epochs=2)
-            run.fit(Small(ticking(clock, 1)), loader(3), loader(2))
-        text = path.read_text()
+        console = rich.console.Console(file=io.StringIO())
+        monkeypatch.setattr(rich, "get_console", lambda: console)
+        trainer(callbacks=[ProgressBar(), RunSummary()], max_epochs=2).fit(
+            Small(ticking(clock, 1)), loader(3), loader(2)
+        )
+        text = console.file.getvalue()
         assert "Epoch 2/2: 3/3 batches" in text
         assert not re.search(r"\x1b\[[?0-9;]*[A-LN-Za-ln-z]", text)  # an m alone is a colour
 
