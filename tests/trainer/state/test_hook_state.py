@@ -1,7 +1,5 @@
 """State that hooks have set comes back in a resumed run, what cannot is named, and data are no state."""
 
-from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,6 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback,
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from equipoise.trainer.checkpointing.file import OUR_KEY
-from equipoise.trainer.checkpointing.file_reading import read_checkpoint
 from tests.support.equality import assert_equal
 from tests.support.resumption import assert_resumes
 from tests.support.trainer_runs import Small, Stream, loader, trainer
@@ -43,21 +39,6 @@ def test_what_the_start_sets_is_of_the_present_process(tmp_path: Path) -> None:
     assert resumed(Module, tmp_path).folder == "run 2"
 
 
-def test_a_container_in_a_dictionary_stays_the_one_that_an_attribute_names(tmp_path: Path) -> None:
-    class Module(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.indices: list[int] = []
-            self.by_name = {"indices": self.indices}
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.indices.append(batch_idx)
-
-    module = resumed(Module, tmp_path)
-    assert module.by_name["indices"] is module.indices
-    assert module.indices == [0, 1, 0, 1]
-
-
 def test_views_of_weights_are_no_values(tmp_path: Path) -> None:
     class Module(Small):
         def __init__(self) -> None:
@@ -81,19 +62,6 @@ def test_views_of_weights_are_no_values(tmp_path: Path) -> None:
     assert module.views[0].data_ptr() == module.later[0].data_ptr() == weight.data_ptr()
 
 
-def test_two_names_of_a_value_remain_names_of_one(tmp_path: Path) -> None:
-    class Module(Small):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if not self.global_step:
-                self.rows: list[int] = []
-                self.latest = self.rows
-            self.latest.append(batch_idx)
-
-    module = resumed(Module, tmp_path)
-    assert module.latest is module.rows
-    assert module.rows == [0, 1, 0, 1]
-
-
 def test_objects_of_one_class_have_states_of_their_own(tmp_path: Path) -> None:
     class Counts(Callback):
         def __init__(self, by: int) -> None:
@@ -112,24 +80,10 @@ def test_objects_of_one_class_have_states_of_their_own(tmp_path: Path) -> None:
             self.read += 1
             return torch.full((2,), float(index))
 
-    class Both:
-        """Batches of two loaders in turn."""
-
-        def __init__(self) -> None:
-            self.datasets = [DataLoader(Rows(), batch_size=1), DataLoader(Rows(), batch_size=4)]
-
-        def __len__(self) -> int:
-            return 5
-
-        def __iter__(self) -> Any:
-            return chain(*self.datasets)
-
     def run(callbacks: list[Any], path: Path | None) -> list[int]:
-        data, counts = Both(), [Counts(1), Counts(10)]
+        data, counts = [DataLoader(Rows(), batch_size=size) for size in (1, 4)], [Counts(1), Counts(10)]
         trainer(max_epochs=2, callbacks=[*counts, *callbacks]).fit(Small(), data, ckpt_path=path)
-        ends = [each.total for each in counts] + [each.dataset.read for each in data.datasets]
-        assert ends == [10, 100, 8, 8]
-        return ends
+        return [each.total for each in counts] + [each.dataset.read for each in data]
 
     assert_resumes(run, tmp_path, ["on_train_batch_end"], calls=[7])
 
@@ -258,37 +212,17 @@ def test_a_hook_of_the_module_after_the_checkpoint_was_written_is_called(
         assert fit(name, tmp_path / "whole" / f"{name}.ckpt") == expected
 
 
-class SavesOnce(Callback):
-    """Saves in a hook of the second step, and calls a function.
-
-    Args:
-        hook: The name of the hook.
-        path: The file.
-        on_saved: The function.
-    """
-
-    def __init__(self, hook: str, path: Path, on_saved: Callable[[], None]) -> None:
-        self.path = path
-        self.on_saved = on_saved
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 2 and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-            self.on_saved()
-
-
 @pytest.mark.parametrize(
     ("hook", "of_the_module"),
-    [
-        ("on_train_batch_end", True),
-        ("on_train_batch_end", False),
-        ("on_validation_end", True),
-        ("on_train_epoch_end", True),
-    ],
+    [("on_train_batch_end", True), ("on_train_batch_end", False), ("on_validation_end", True)],
 )
 def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, of_the_module: bool, tmp_path: Path) -> None:
     calls: list[Any] = []
+
+    def save(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2 and not path.exists():
+            trainer.save_checkpoint(path)
+            calls.clear()
 
     class Noting(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -297,9 +231,6 @@ def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, of_the_module: 
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
             calls.append(["after", "validation"])
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            calls.append(["after", "epoch"])
 
     class Stopping(EarlyStopping):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -317,50 +248,17 @@ def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, of_the_module: 
         def on_validation_end(self) -> None:
             calls.append(["module", "validation"])
 
-        def on_train_epoch_end(self) -> None:
-            calls.append(["module", "epoch"])
-
-    for path in (None, tmp_path / "saved.ckpt"):
+    path = tmp_path / "saved.ckpt"
+    for ckpt_path in (None, path):
         expected = calls.copy()
         calls.clear()
-        callbacks = [Stopping("loss"), SavesOnce(hook, tmp_path / "saved.ckpt", calls.clear), Noting()]
+        callbacks = [Stopping("loss"), LambdaCallback(**{hook: save}), Noting()]
         run = trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks)
-        run.fit(Module(), loader(2), loader(1), ckpt_path=path)
+        run.fit(Module(), loader(2), loader(1), ckpt_path=ckpt_path)
         calls.append({name: value.item() for name, value in run.callback_metrics.items()})
     assert calls == expected
     assert "noted_epoch" in calls[-1]
     assert calls[0][0] == "after"
-
-
-class WithoutHooks(Callback):
-    pass
-
-
-class CountsBatches(Callback):
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.batches += 1
-
-
-@pytest.mark.parametrize("behind", [True, False])
-def test_a_hook_in_which_a_function_of_a_callback_saves_is_finished(behind: bool, tmp_path: Path) -> None:
-    """Its file holds the batch only if another hook follows."""
-    path = tmp_path / "saved.ckpt"
-
-    def save(trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 2 and not path.exists():
-            trainer.save_checkpoint(path)
-
-    for ckpt_path in (None, path):
-        counts = CountsBatches()
-        callbacks = [LambdaCallback(on_train_batch_end=save), counts, WithoutHooks()]
-        if not behind:
-            callbacks = [counts, callbacks[0], WithoutHooks()]
-        trainer(max_epochs=1, callbacks=callbacks).fit(Small(), loader(3), ckpt_path=ckpt_path)
-        assert counts.batches == 3
-    assert bool(read_checkpoint(path)[OUR_KEY]["position"]["batch_end"]) is behind
 
 
 def test_a_hook_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:

@@ -1,60 +1,16 @@
 """Counters count what Lightning's count, and a checkpoint of either says where the other stands."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from equipoise import Trainer
-from equipoise.trainer.state.progress import FitProgress, Progress
+from equipoise.trainer.state.progress import FitProgress
+from tests.support.resumption import SavesInHooks
 from tests.support.trainer_runs import Validated, loader, trainer
-
-COUNTS = st.fixed_dictionaries({name: st.integers(0, 2**40) for name in ("ready", "started", "processed", "completed")})
-COUNTERS = ("epoch", "batch", "optimizer_step", "manual_step", "zero_grad", "scheduler", "val_batch")
-
-
-@st.composite
-def fits(draw: Any) -> FitProgress:
-    progress = FitProgress(batches_that_stepped=draw(st.integers(0, 2**40)))
-    for name in COUNTERS:
-        counter: Progress = getattr(progress, name)
-        counter.current.load_state_dict(draw(COUNTS))
-        counter.begin()
-        counter.current.load_state_dict(draw(COUNTS))
-    progress.batch.is_last_batch, progress.val_batch.is_last_batch = draw(st.booleans()), draw(st.booleans())
-    return progress
-
-
-@given(progress=fits())
-def test_a_state_of_counters_makes_a_round_trip(progress: FitProgress) -> None:
-    state = copy.deepcopy(progress.state_dict())
-    other = FitProgress()
-    other.load_state_dict(state)
-    assert other.state_dict() == state
-    assert other.batches_that_stepped == progress.batches_that_stepped
-    for name in COUNTERS:
-        ours, theirs = getattr(other, name), getattr(progress, name)
-        assert all(getattr(ours.total, stage) == getattr(theirs.total, stage) for stage in theirs.stages), name
-        assert ours.completed == theirs.completed, name
-
-
-@pytest.mark.parametrize("name", sorted(set(FitProgress().state_dict()) - {"state_dict"}))
-def test_a_counter_that_is_missing_is_noticed(name: str) -> None:
-    state = FitProgress().state_dict()
-    del state[name]
-    if name.endswith(".state_dict") and name != "epoch_loop.state_dict":
-        FitProgress().load_state_dict(state)  # nothing stands in it
-        return
-    with pytest.raises(KeyError, match=name):
-        FitProgress().load_state_dict(state)
-
-
-# Beside Lightning
 
 
 class Scheduled(Validated):
@@ -81,21 +37,6 @@ class Manual(Validated):
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
-class Saves(L.Callback):
-    """Saves a checkpoint in every hook of a fit; `loops` holds the counters of each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.loops = folder / "x.ckpt", []
-
-    def save(self, hook: str, trainer: Any) -> None:
-        trainer.save_checkpoint(self.path)
-        self.loops.append((hook, torch.load(self.path, weights_only=True)["loops"]))
-
-
-def saving(hook: str) -> Any:
-    return lambda self, trainer, *args: None if trainer.sanity_checking else self.save(hook, trainer)
-
-
 HOOKS = (
     "on_train_epoch_start",
     "on_train_batch_start",
@@ -108,23 +49,23 @@ HOOKS = (
     "on_train_epoch_end",
     "on_train_end",
 )
-SavesInEveryHook = type("SavesInEveryHook", (Saves,), {hook: saving(hook) for hook in HOOKS})
 
 
 def loops_of(cls: Any, module: Any, folder: Path, **options: Any) -> list[tuple[str, Any]]:
-    saves = SavesInEveryHook(folder)
-    run = trainer(cls, callbacks=[saves], max_epochs=2, **options)
+    """The counters in the checkpoints of every hook of a fit, of its end, and of what follows."""
+    folder = folder / cls.__module__
+    run = trainer(cls, callbacks=[saves := SavesInHooks(folder, HOOKS)], max_epochs=2, **options)
     run.fit(module, loader(5), loader(2))
-    saves.save("after the fit", run)
+    run.save_checkpoint(folder / "fitted.ckpt")
     run.validate(module, loader(3), verbose=False)
     run.test(module, loader(4), verbose=False)
     run.predict(module, loader(2))
-    saves.save("after everything", run)
-    return saves.loops
+    run.save_checkpoint(folder / "evaluated.ckpt")
+    paths = [*(saved.path for saved in saves.saved), folder / "fitted.ckpt", folder / "evaluated.ckpt"]
+    return [(path.stem, torch.load(path, weights_only=False)["loops"]) for path in paths]
 
 
 CASES: dict[str, tuple[type[Validated], dict[str, Any]]] = {
-    "plain": (Validated, {}),
     "validation in mid-epoch": (Scheduled, {"val_check_interval": 2}),
     "accumulation": (Scheduled, {"accumulate_grad_batches": 2, "val_check_interval": 3}),
     "manual": (Manual, {"val_check_interval": 2}),
@@ -140,8 +81,7 @@ def test_counters_in_every_hook_are_lightnings(case: str, tmp_path: Path) -> Non
     kind, options = CASES[case]
     theirs, ours = (loops_of(cls, kind(), tmp_path, **options) for cls in (L.Trainer, Trainer))
     assert [hook for hook, _ in ours] == [hook for hook, _ in theirs]
-    differing = [(hook, number) for number, ((hook, a), (_, b)) in enumerate(zip(theirs, ours, strict=True)) if a != b]
-    assert not differing
+    assert [hook for (hook, a), (_, b) in zip(theirs, ours, strict=True) if a != b] == []
     assert len({str(loops) for _, loops in ours}) > 30  # they do change
     for hook, loops in theirs:
         progress = FitProgress()
