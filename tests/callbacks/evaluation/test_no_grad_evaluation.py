@@ -2,6 +2,7 @@
 
 import csv
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -64,29 +65,6 @@ def fit(*evaluations: NoGradEvaluation, module: Plain | None = None, kind: type[
     return run
 
 
-def recorded(loader: Any, evaluations: list[Any]) -> Any:
-    """Return what training read in two epochs, and the weights at its end."""
-    module = made()
-    quiet(max_epochs=2, callbacks=evaluations).fit(module, loader)
-    return module.batches, module.state_dict()
-
-
-@pytest.mark.thorough
-def test_the_training_loader_with_persistent_workers_can_be_evaluated() -> None:
-    """Such a loader has one iterator, which is in use."""
-
-    def loader() -> Any:
-        generator = torch.Generator().manual_seed(6)
-        workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-        return DataLoader(samples(32), batch_size=4, shuffle=True, generator=generator, **workers)
-
-    alone, shared = recorded(loader(), []), loader()
-    evaluation = NoGradEvaluation(shared, accuracy(), every_n_steps=3, limit_batches=2)
-    assert_equal(alone, recorded(shared, [evaluation]))
-    assert len(alone[0]) == 16
-    assert [(result.step, result.batches) for result in evaluation.results] == [(step, 2) for step in range(3, 16, 3)]
-
-
 class Counting(list[int]):
     """A sampler with another order in each epoch, which it counts."""
 
@@ -97,18 +75,31 @@ class Counting(list[int]):
         yield from torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
-def test_a_sampler_that_counts_its_epochs_counts_those_of_training() -> None:
-    def loaders() -> Any:
-        sampler = Counting(range(12))
-        return [DataLoader(samples(12), batch_size=size, sampler=sampler) for size in (4, 5)]
+TRAINING_LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
+    # Which has one iterator, which is in use.
+    "persistent workers": lambda: {
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(6),
+        "num_workers": 1,
+        "persistent_workers": True,
+        "multiprocessing_context": "fork",
+    },
+    "a sampler that counts its epochs": lambda: {"sampler": Counting(range(32))},
+}
 
-    alone, (loader, other) = recorded(loaders()[0], []), loaders()
-    evaluations = [
-        NoGradEvaluation(each, accuracy(), name=name, every_n_steps=2) for name, each in (("a", loader), ("b", other))
-    ]
-    assert_equal(alone, recorded(loader, evaluations))
-    assert loader.sampler.epoch == 2
-    assert [result.batches for evaluation in evaluations for result in evaluation.results] == [3] * 6
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("kind", TRAINING_LOADERS)
+def test_the_training_loader_can_be_evaluated(kind: str) -> None:
+    def recorded(*evaluations: NoGradEvaluation, loader: Any) -> Any:
+        """Return what training read in two epochs, and the weights at its end."""
+        quiet(max_epochs=2, callbacks=[*evaluations]).fit(module := made(), loader)
+        return module.batches, module.state_dict()
+
+    alone, shared = (DataLoader(samples(32), batch_size=4, **TRAINING_LOADERS[kind]()) for _ in range(2))
+    evaluation = NoGradEvaluation(shared, accuracy(), every_n_steps=3, limit_batches=2)
+    assert_equal(recorded(loader=alone), recorded(evaluation, loader=shared))
+    assert [(result.step, result.batches) for result in evaluation.results] == [(step, 2) for step in range(3, 16, 3)]
 
 
 class Logging(Plain):
@@ -421,21 +412,6 @@ def test_a_graph_is_refused(forward: Any, inference_mode: bool, message: str) ->
     assert torch.equal(state, torch.get_rng_state())
     assert torch.is_grad_enabled()
     assert not evaluation.results
-
-
-def test_gradients_of_an_unfinished_window_are_left_alone() -> None:
-    seen = []
-
-    class Watching(Plain):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append([None if p.grad is None else p.grad.clone() for p in self.parameters()])
-            evaluation.run(self)
-            assert_equal(seen[-1], [p.grad for p in self.parameters()])
-
-    evaluation = NoGradEvaluation(held_out(), accuracy())
-    fit(module=Watching(), accumulate_grad_batches=3)
-    assert len(seen) == 3
-    assert all(gradient is not None for gradient in seen[0])
 
 
 # Mistakes

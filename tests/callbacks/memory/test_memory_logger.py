@@ -382,6 +382,16 @@ def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
     assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
 
 
+def test_several_steps_for_each_batch_are_looked_at_in_detail() -> None:
+    class Twice(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            super().training_step(batch, batch_idx)
+
+    memory = logged(MemoryLogger(detail="modules"), Twice(), trainer_type=L.Trainer)
+    assert [composition.step for composition in memory.compositions] == [2]
+
+
 # Arguments and hooks
 
 
@@ -401,22 +411,19 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_the_hook_before_a_batch_goes_to_its_device() -> None:
-    class Notes(Callback):
-        def __init__(self) -> None:
-            self.seen: list[tuple[str, int]] = []
+    seen: list[str] = []
 
+    class Notes(Callback):
         def on_before_batch_to_device(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
-            self.seen.append(("read", batch_idx))
+            seen.append(f"read {batch_idx}")
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            self.seen.append(("start", batch_idx))
+            seen.append(f"start {batch_idx}")
 
     class Transfers(Model):
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            notes.seen.append(("transfer", -1))
+            seen.append("transfer")
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-    notes = Notes()
-    trainer = quiet(callbacks=[notes], max_steps=2, num_sanity_val_steps=0)
-    trainer.fit(Transfers(), data(), data(1))
-    assert notes.seen == [step for index in (0, 1) for step in (("read", index), ("transfer", -1), ("start", index))]
+    quiet(callbacks=[Notes()], max_steps=2).fit(Transfers(), data())
+    assert seen == ["read 0", "transfer", "start 0", "read 1", "transfer", "start 1"]

@@ -262,18 +262,6 @@ class TestWithoutATerminal:
             "",
         ]
 
-    def test_a_real_file_holds_no_control_characters(
-        self, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        path = tmp_path / "log.txt"
-        with path.open("w", encoding="ascii") as file:
-            monkeypatch.setattr(rich, "get_console", lambda: rich.console.Console(file=file))
-            run = fit(ticking(clock, 1), loader(3), loader(2), bar=ProgressBar(plain_seconds=1), max_epochs=2)
-            run.test(run.lightning_module, loader(2), verbose=False)
-        text = path.read_bytes().decode("ascii")
-        assert text.endswith("Testing: 2/2 batches, 1.00 it/s, 0:02, test_loss 20.00\n")
-        assert all(line.isprintable() and line for line in text.rstrip("\n").split("\n"))
-
     @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
     def test_a_file_gets_no_cursor_codes_where_colours_are_forced(
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch, variable: str

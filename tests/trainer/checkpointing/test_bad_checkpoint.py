@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
 from equipoise import CheckpointError, ConfigurationError
 from equipoise.errors import CheckpointNotFoundError
-from equipoise.trainer.checkpointing.file_reading import read_checkpoint
-from equipoise.trainer.checkpointing.layout import check_optimizer_shapes
-from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, refuses, trainer, with_optimizers
 from tests.support.trainer_runs import saved as saved_by_fit
 
@@ -100,14 +95,7 @@ def test_saving_before_any_run_is_refused(tmp_path: Path) -> None:
 # Damaged files
 
 
-def flipped(content: bytes, place: float, bit: int) -> bytes:
-    """A content with another bit at a share of its length."""
-    changed = bytearray(content)
-    changed[int(len(content) * place)] ^= 1 << bit
-    return bytes(changed)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_truncated_file_is_refused(saved: Path, tmp_path: Path, share: float) -> None:
     content = (saved / "whole.ckpt").read_bytes()
     path = tmp_path / "cut.ckpt"
@@ -116,22 +104,10 @@ def test_a_truncated_file_is_refused(saved: Path, tmp_path: Path, share: float) 
     refuses(resume(path), *parts, error=CheckpointError)
 
 
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_found_or_does_no_harm(saved: Path, place: float, bit: int) -> None:
-    path = saved / "flipped"
-    path.write_bytes(flipped((saved / "whole.ckpt").read_bytes(), place, bit))
-    try:
-        read = read_checkpoint(path)
-    except CheckpointError:
-        return
-    finally:
-        path.unlink()
-    assert_equal(torch.load(saved / "whole.ckpt", weights_only=True), read)
-
-
 def test_a_flipped_bit_is_named(saved: Path, tmp_path: Path) -> None:
-    path = tmp_path / "flipped.ckpt"
-    path.write_bytes(flipped((saved / "whole.ckpt").read_bytes(), 0.5, 2))
+    path, content = tmp_path / "flipped.ckpt", bytearray((saved / "whole.ckpt").read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
     parts = ["flipped.ckpt", "Bad CRC-32 for file 'archive/data/", "is damaged", "Take an earlier one"]
     refuses(resume(path), *parts, error=CheckpointError)
 
@@ -198,10 +174,8 @@ A_PATH = "must be a list that begins with a path"
     ("place", "value", "words"),
     [
         ([], [], "positions"),
-        ([], "text", "positions"),
         ([0], {"random_state": "text"}, "equipoise"),
         ([0, "hook_state", "values"], (3,), f"['values'][0] {A_PATH}, not 3"),
-        ([0, "hook_state", "values"], [[["module", 4], 1, False]], f"['values'][0] {A_PATH}"),
         ([0, "hook_state", "deleted"], [[]], f"['deleted'][0] {A_PATH}"),
         ([0, "logs", "entries", 0, "options", 3], torch.zeros(2), "['options'] must be the arguments of `self.log`"),
         ([0, "logs", "entries", 0, "key"], 3, "cannot be loaded (TypeError"),
@@ -297,7 +271,6 @@ def saved_with(configure: Callable[[Any], Any], folder: Path) -> Path:
 
 OPTIMISERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
-    "Adamax": torch.optim.Adamax,
     "SGD": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "Adadelta": torch.optim.Adadelta,
@@ -317,19 +290,13 @@ def test_an_optimizer_state_of_another_shape_than_its_parameter_is_refused(name:
     refuses(resume(path, module), *parts, "same order", error=CheckpointError)
 
 
-class Rows(torch.optim.Optimizer):
+class Rows(SGD):
     """Keeps a value for each row, under a name that torch uses for something else."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
     def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            average = state.setdefault("exp_avg", torch.zeros(len(parameter)))
-            average += parameter.grad.reshape(len(parameter), -1).sum(1)
-        return loss
+            self.state[parameter]["exp_avg"] = torch.zeros(len(parameter))
+        return super().step(closure)
 
 
 @pytest.mark.parametrize("make", [Rows, torch.optim.Adafactor, torch.optim.LBFGS], ids=lambda make: make.__name__)
@@ -338,18 +305,6 @@ def test_optimizer_states_may_have_other_shapes_by_right(make: Any, tmp_path: Pa
     again = trainer(max_epochs=2)
     again.fit(with_optimizers(lambda m: make(m.parameters())), loader(), ckpt_path=path)
     assert again.global_step == 6
-
-
-@pytest.mark.parametrize("module", ["torch.optim", "torch.optim.sgd"])
-def test_shapes_are_compared_wherever_torch_defines_an_optimizer(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer classes of torch name the package as their module; a package of another name is another's."""
-    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    state = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
-    monkeypatch.setattr(SGD, "__module__", module)
-    with pytest.raises(CheckpointError, match=r"has the shape \(3,\), but the parameter \(2,\)"):
-        check_optimizer_shapes(optimizer, state, {})
-    monkeypatch.setattr(SGD, "__module__", "torch.optimistic")
-    check_optimizer_shapes(optimizer, state, {})
 
 
 def test_a_learning_rate_schedule_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:

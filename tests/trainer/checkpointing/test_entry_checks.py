@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,12 +11,9 @@ from equipoise.trainer.checkpointing import entry_checks as checks
 
 REFUSED = [
     (checks.count, -1, "place must be a non-negative integer, not -1"),
-    (checks.count, True, "place must be a non-negative integer, not True"),
-    (checks.count, checks.LARGEST_COUNT, "place must be a non-negative integer"),
     (checks.positive_count, 0, "place must be a positive integer, not 0"),
     (checks.number_of_steps, torch.ones(2), "place must be a number of steps, not a Tensor"),
     (checks.number_of_steps, -1.0, "place must be a number of steps, not -1.0"),
-    (checks.number_of_steps, "2", "place must be a number of steps, not '2'"),
     (checks.flag, 1, "place must be True or False, not 1"),
     (checks.mapping, [1], "place must be a dictionary, not a list"),
     (checks.named_entries, {1: 2}, "a key of place must be a text, not 1"),
@@ -27,14 +23,10 @@ REFUSED = [
     ([checks.text], ["a", 2], "place[1] must be a text, not 2"),
     (checks.OrNone(checks.count), "x", "place must be a non-negative integer, not 'x'"),
     (checks.OrNone(checks.Whole({"a": checks.count})), {}, "place lacks 'a'"),
-    (checks.OrNone(checks.mapping), np.ones(2), "place must be a dictionary, not a ndarray"),
     (checks.OrEmpty(checks.Whole({"a": checks.count})), {"b": 1}, "place lacks 'a'"),
-    (checks.OrEmpty(checks.mapping), None, "place must be a dictionary, not None"),
     (checks.OrEmpty(checks.mapping), torch.ones(2), "place must be a dictionary, not a Tensor"),
     (checks.Filled([checks.count]), [], "place must be a filled list, not a list"),
     (checks.Whole({"a": checks.count, "b": checks.OrMissing(checks.flag)}), {"c": 1}, "place lacks 'a'"),
-    (checks.Whole({"b": checks.OrMissing(checks.flag)}), {"b": None}, "place['b'] must be True or False, not None"),
-    ({"a": checks.count}, {"a": None}, "place['a'] must be a non-negative integer, not None"),
 ]
 
 
@@ -44,19 +36,8 @@ def test_other_values_are_named(kind: Any, value: Any, words: str) -> None:
         checks.check(kind, value, "place")
 
 
-def test_the_outermost_entries_have_no_place_before_them() -> None:
-    with pytest.raises(CheckpointError, match="damaged: epoch must be"):
-        checks.check({"epoch": checks.count}, {"epoch": -1}, "")
-
-
 class OfTheUser:
     """Owner of an entry."""
-
-
-def test_an_error_of_the_package_becomes_one_line_that_names_the_entry() -> None:
-    words = r"entry x cannot be loaded \(RuntimeError: two lines\)\. Take another"
-    with pytest.raises(CheckpointError, match=words), checks.loading("x", torch.nn.Linear(1, 1)):
-        raise RuntimeError("two\n lines.")
 
 
 def test_an_error_of_a_class_of_the_user_is_raised_as_it_is() -> None:

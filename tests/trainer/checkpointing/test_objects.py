@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from equipoise import CheckpointError, Trainer
 from equipoise.safe_loading.stand_in import StandIn, class_in_place_of
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
-from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Data, Small, Validated, loader, saved, trainer
 
@@ -79,7 +78,6 @@ OBJECTS: dict[str, Any] = {
     "set": {3},
     "array": np.arange(3.0),
     "number": np.float32(0.5),
-    "text": np.str_("x"),
     "config": OmegaConf.create({"lr": 0.1, "double": "${lr}", "sizes": [1, 2]}),
     "structured": OmegaConf.structured(Settings),
     "list": OmegaConf.create([1, {"a": 2}]),
@@ -122,13 +120,12 @@ def test_hyperparameters_as_a_whole(config: Any, kind: type, tmp_path: Path) -> 
     assert isinstance(again.hparams, kind)
 
 
-class WithData(Data):
-    def __init__(self, folder: Any, transform: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
 def test_hyperparameters_of_a_data_module(tmp_path: Path) -> None:
+    class WithData(Data):
+        def __init__(self, folder: Any, transform: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
     run = trainer()
     run.fit(Validated(), datamodule=WithData(Path("data"), nn.Identity()))
     run.save_checkpoint(tmp_path / "x.ckpt")
@@ -279,13 +276,9 @@ def kept_in(path: Path) -> Any:
     return state["kept"]
 
 
+@dataclasses.dataclass(slots=True)
 class Slotted:
-    """Has slots and no dictionary."""
-
-    __slots__ = ("centre",)
-
-    def __init__(self, centre: float) -> None:
-        self.centre = centre
+    centre: float
 
 
 def test_an_object_of_slots_alone_can_be_allowed_by_name(tmp_path: Path) -> None:
@@ -363,7 +356,7 @@ def content() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_protocols(protocol: int, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     torch.save(content(), path, pickle_protocol=protocol)
@@ -379,22 +372,3 @@ def test_protocols(protocol: int, tmp_path: Path) -> None:
     assert state["p"].tag == "mine"
     names = ["torch.nn.modules.loss.L1Loss", "torch.nn.modules.activation.ReLU", "builtins.print", f"{__name__}.Colour"]
     assert [class_in_place_of(one) for one in objects] == names
-
-
-def test_sparse_tensors_and_lazy_conjugation(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR")
-        tensors = [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.tensor([1 + 2j]).conj()]
-        torch.save({"state_dict": dict(enumerate(tensors))}, tmp_path / "x.ckpt")
-        read = list(read_checkpoint(tmp_path / "x.ckpt")["state_dict"].values())
-        assert [tensor.layout for tensor in read] == [tensor.layout for tensor in tensors]
-        assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(tensors[:2], read[:2], strict=True))
-    assert torch.equal(read[2].resolve_conj(), torch.tensor([1 - 2j]))
-
-
-@pytest.mark.parametrize(("count", "end"), [(5, "). Using one"), (6, ") and 1 more. Using one")])
-def test_at_most_five_objects_are_listed(count: int, end: str) -> None:
-    objects = {str(number): StandIn(__name__, "Colour") for number in range(count)}
-    with pytest.warns(UserWarning, match="not created") as warned:
-        warn_of_objects_read({"kept": objects}, fitting=True)
-    assert f"['4'] ({__name__}.Colour{end}" in str(warned[0].message)

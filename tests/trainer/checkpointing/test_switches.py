@@ -98,9 +98,7 @@ def switches_of(module: nn.Module) -> Any:
     [
         *((kind, "auto", 1) for kind in KINDS),
         ("own", "dp", 2),
-        pytest.param("backbone", "dp", 2, marks=pytest.mark.slow),
         pytest.param("backbone", "ddp_spawn", 2, marks=pytest.mark.slow),
-        pytest.param("own", "ddp_spawn", 2, marks=pytest.mark.slow),
     ],
 )
 def test_requires_grad_and_modes_that_a_callback_has_changed_come_back_in_a_resumed_run(
@@ -110,13 +108,8 @@ def test_requires_grad_and_modes_that_a_callback_has_changed_come_back_in_a_resu
 
     def run(callbacks: list[Any], path: Path | None) -> Any:
         module = module_class()
-        run = trainer(
-            max_epochs=EPOCHS,
-            callbacks=[make(), *callbacks],
-            strategy=strategy,
-            devices=devices,
-            num_sanity_val_steps=0,
-        )
+        options: dict[str, Any] = {"strategy": strategy, "devices": devices, "num_sanity_val_steps": 0}
+        run = trainer(max_epochs=EPOCHS, callbacks=[make(), *callbacks], **options)
         run.fit(module, features(), features(), ckpt_path=path)
         return module, switches_of(module)
 

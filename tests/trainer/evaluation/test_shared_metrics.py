@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
+from tests.support.resumption import assert_resumes
 from tests.support.trainer_runs import Small, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric MeanMetric")
@@ -50,11 +51,11 @@ class Values(Callback):
     on_train_epoch_end = note
 
 
-def fit(module: Any, *callbacks: Any, **options: Any) -> list[dict[str, float]]:
+def fit(module: Any, *callbacks: Any, path: Path | None = None, **options: Any) -> list[dict[str, float]]:
     values = Values()
-    defaults = {"num_sanity_val_steps": 1, "max_epochs": 2, "enable_checkpointing": bool(callbacks)}
+    defaults = {"num_sanity_val_steps": 1, "max_epochs": 2}
     run = trainer(**{**defaults, **options}, callbacks=[values, *callbacks])
-    run.fit(module, DataLoader(TRAIN), DataLoader(VAL))
+    run.fit(module, DataLoader(TRAIN), DataLoader(VAL), ckpt_path=path)
     return values.values[1:] if run.num_sanity_val_steps else values.values
 
 
@@ -71,28 +72,9 @@ def test_without_a_sanity_check_the_first_validation_warns() -> None:
     assert values[-2:] == [{"MeanMetric": 11.0}, {"MeanMetric": 1.5}]
 
 
-class Kill(Exception):
-    """Ends a run."""
-
-
-class Kills(ModelCheckpoint):
-    """Ends the run behind the checkpoint of a validation, at a step."""
-
-    killed_at = -1
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_validation_end(trainer, pl_module)
-        if trainer.global_step == self.killed_at and not trainer.sanity_checking:
-            raise Kill
-
-
 def test_a_run_that_is_resumed_from_a_validation_goes_on_with_both(tmp_path: Path) -> None:
-    kills, values = Kills(tmp_path, save_last=True), Values()
-    kills.killed_at = 2
-    with pytest.raises(Kill):
-        fit(Shares(), kills, val_check_interval=2)
-    kills = Kills(tmp_path, save_last=True)
-    run = trainer(max_epochs=1, val_check_interval=2, callbacks=[values, kills], enable_checkpointing=True)
-    run.fit(Shares(), DataLoader(TRAIN), DataLoader(VAL), ckpt_path=tmp_path / "last.ckpt")
-    # The list is restored, and continues.
-    assert [each["MeanMetric"] for each in values.values] == [10.0, 11.0, 11.0, 1.5]
+    def run(callbacks: list[Any], path: Path | None) -> list[dict[str, float]]:
+        # The list of values is restored, and continues.
+        return fit(Shares(), *callbacks, path=path, val_check_interval=2, max_epochs=1)
+
+    assert_resumes(run, tmp_path, ["on_validation_end"])

@@ -1,20 +1,16 @@
 """A callback puts functions of its own in the place of those that the loop calls."""
 
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
-import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from equipoise import Callback
-from tests.support.trainer_runs import Small, Validated, loader, trainer
+from tests.support.trainer_runs import Validated, loader, trainer
 
 
 class Counting(Callback):
@@ -39,10 +35,11 @@ def weights(*callbacks: Any, **options: Any) -> list[Tensor]:
 
 
 def test_calls_of_the_loop() -> None:
-    counting = Counting()
+    counting, second = Counting(), Counting()
     expected = weights()
-    assert all(map(torch.equal, weights(counting), expected))
+    assert all(map(torch.equal, weights(counting, second), expected))
     calls = counting.calls
+    assert calls == second.calls
     strategy = "[Strategy]SingleDeviceStrategy"
     steps = (
         "run_training_batch",
@@ -75,39 +72,9 @@ def test_beside_a_profiler() -> None:
     assert counting.calls[reading] == 8
 
 
-def test_several_callbacks() -> None:
-    first = Counting()
-    second = Counting()
-    weights(first, second)
-    assert first.calls["validation"] == second.calls["validation"] == 2
-
-
 def test_an_object_that_looks_like_a_callback_is_not_asked() -> None:
     mock = MagicMock()
     mock.state_dict.return_value = {}
     mock.state_key = "mock"
     assert all(map(torch.equal, weights(mock), weights()))
     assert not mock.wrap_call.called
-
-
-@pytest.mark.thorough
-def test_no_batch_is_held() -> None:
-    """The memory of a batch is free while the next one is read, with and without wrapped calls."""
-    batches: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-
-    def collate(samples: list[Any]) -> Tensor:
-        gc.collect()
-        alive.append(sum(reference() is not None for reference in batches))
-        batch = torch.stack([sample[0] for sample in samples])
-        batches.append(weakref.ref(batch))
-        return batch
-
-    def read(*callbacks: Any) -> list[int]:
-        batches.clear()
-        alive.clear()
-        data = DataLoader(loader(6).dataset, batch_size=2, collate_fn=collate)
-        trainer(callbacks=list(callbacks)).fit(Small(), data)
-        return list(alive)
-
-    assert read(Counting()) == read()

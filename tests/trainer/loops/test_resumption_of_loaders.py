@@ -77,8 +77,11 @@ def two_staying() -> list[Any]:
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, dict[str, Any]]] = {
-    "two workers": (lambda: staying(shuffle=True, num_workers=2), None, {}),
-    "own generator": (lambda: staying(shuffle=True, generator=torch.Generator().manual_seed(4)), None, {}),
+    "two workers, own generator": (
+        lambda: staying(shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(4)),
+        None,
+        {},
+    ),
     "read together": (lambda: [staying(shuffle=True), loader(2, 6, shuffle=True)], None, {}),
     "validation": (shuffled, two_staying, {}),
     "seldom validated": (shuffled, two_staying, {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}),
@@ -114,8 +117,6 @@ class Shuffling:
 
 SHORTER: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: loader(2, 2, shuffle=True),
-    "two loaders": lambda: [loader(2, 2, shuffle=True), loader(3, 2, shuffle=True)],
-    "worker": lambda: DataLoader(SeedsOfWorkers(), batch_size=6, shuffle=True, num_workers=1),
     "worker that stays": lambda: staying(shuffle=True, drop_last=True),
     "own generator": lambda: loader(2, 2, shuffle=True, generator=torch.Generator().manual_seed(4)),
     "iterable": Shuffling,
@@ -130,9 +131,7 @@ def test_a_shorter_loader_begins_anew_in_the_order_of_the_undisturbed_run(name: 
     class DrawsInSteps(Reads):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             random.random()
-            longer, shorter = batch
-            batches = shorter if isinstance(shorter[0], list) else [shorter]
-            return super().training_step([longer, *batches], batch_idx)
+            return super().training_step(batch, batch_idx)
 
     def run(callbacks: list[Any], path: Path | None) -> Any:
         module = DrawsInSteps()

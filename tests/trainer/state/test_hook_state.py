@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -103,31 +103,6 @@ def test_objects_that_lack_are_named(tmp_path: Path) -> None:
         resumed(Module, tmp_path)
 
 
-def test_a_hook_that_is_called_again_leaves_optimisers_and_buffers(tmp_path: Path) -> None:
-    class Meter:
-        pass
-
-    class Module(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-
-        def on_train_epoch_start(self) -> None:
-            self.meter = Meter()
-            self.count += 1
-            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
-
-        def on_train_end(self) -> None:
-            self.rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-    module = resumed(Module, tmp_path)
-    assert float(module.count) == 2
-    assert module.rate == 1e-4 / 4
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sparse_tensors(tmp_path: Path) -> None:
     """A buffer whose entries become more, and an attribute; either would be too large in dense memory."""
@@ -210,55 +185,6 @@ def test_a_hook_of_the_module_after_the_checkpoint_was_written_is_called(
     expected = fit("whole")
     for name in ("epoch=1-step=3", "epoch=1-step=4"):
         assert fit(name, tmp_path / "whole" / f"{name}.ckpt") == expected
-
-
-@pytest.mark.parametrize(
-    ("hook", "of_the_module"),
-    [("on_train_batch_end", True), ("on_train_batch_end", False), ("on_validation_end", True)],
-)
-def test_a_hook_in_which_a_callback_saves_is_finished(hook: str, of_the_module: bool, tmp_path: Path) -> None:
-    calls: list[Any] = []
-
-    def save(trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 2 and not path.exists():
-            trainer.save_checkpoint(path)
-            calls.clear()
-
-    class Noting(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            calls.append(["after", outputs["loss"].item(), batch[0].tolist(), batch_idx])
-            module.log("noted", outputs["loss"], on_step=True, on_epoch=True)
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            calls.append(["after", "validation"])
-
-    class Stopping(EarlyStopping):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            calls.append(["stopping", "epoch"])
-
-    class Module(Small):
-        if of_the_module:
-
-            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-                calls.append(["module", outputs["loss"].item(), batch[0].tolist(), batch_idx])
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("loss", 1.0)
-
-        def on_validation_end(self) -> None:
-            calls.append(["module", "validation"])
-
-    path = tmp_path / "saved.ckpt"
-    for ckpt_path in (None, path):
-        expected = calls.copy()
-        calls.clear()
-        callbacks = [Stopping("loss"), LambdaCallback(**{hook: save}), Noting()]
-        run = trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks)
-        run.fit(Module(), loader(2), loader(1), ckpt_path=ckpt_path)
-        calls.append({name: value.item() for name, value in run.callback_metrics.items()})
-    assert calls == expected
-    assert "noted_epoch" in calls[-1]
-    assert calls[0][0] == "after"
 
 
 def test_a_hook_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Counters count what Lightning's count, and a checkpoint of either says where the other stands."""
+"""Counters count what Lightning's count; `tests/parity/resuming` goes on from the other's checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -87,22 +87,3 @@ def test_counters_in_every_hook_are_lightnings(case: str, tmp_path: Path) -> Non
         progress = FitProgress()
         progress.load_state_dict(loops["fit_loop"])
         assert progress.state_dict() == loops["fit_loop"], hook
-
-
-@pytest.mark.parametrize(("cls", "other_cls"), [(L.Trainer, Trainer), (Trainer, L.Trainer)], ids=["lightning", "ours"])
-def test_either_goes_on_from_the_others_counters(cls: Any, other_cls: Any, tmp_path: Path) -> None:
-    """Two epochs with a validation in the midst, then one more under the other trainer."""
-    options = {"val_check_interval": 2, "accumulate_grad_batches": 2}
-    first = trainer(cls, max_epochs=2, **options)
-    first.fit(Scheduled(), loader(4), loader(2))
-    first.save_checkpoint(tmp_path / "x.ckpt")
-    other = trainer(other_cls, max_epochs=3, **options)
-    other.fit(Scheduled(), loader(4), loader(2), ckpt_path=tmp_path / "x.ckpt")
-    other.save_checkpoint(tmp_path / "y.ckpt")
-    straight = trainer(cls, max_epochs=3, **options)
-    straight.fit(Scheduled(), loader(4), loader(2))
-    straight.save_checkpoint(tmp_path / "z.ckpt")
-    resumed, whole = (torch.load(tmp_path / name, weights_only=True) for name in ("y.ckpt", "z.ckpt"))
-    assert (other.current_epoch, other.global_step) == (3, 6) == (straight.current_epoch, straight.global_step)
-    assert resumed["loops"]["fit_loop"] == whole["loops"]["fit_loop"]
-    assert (resumed["epoch"], resumed["global_step"]) == (whole["epoch"], whole["global_step"])

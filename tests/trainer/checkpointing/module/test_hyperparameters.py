@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import CheckpointError, FSDPStrategy, Trainer
-from equipoise.trainer.checkpointing.module.hyperparameters import UnplacedHyperparameters, hyperparameters_of
-from tests.support.trainer_runs import Small, trainer
+from tests.support.trainer_runs import trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Attribute '.*' is an instance of `nn.Module`", "ignore:The checkpoint holds states of callbacks"
@@ -79,7 +78,9 @@ def check_file(path: Path) -> None:
     ):
         assert structure_of(network) == structure_of(original)
         for name, value in network.state_dict().items():
-            assert torch.equal(value, content["state_dict"][prefix + name])
+            stored = content["state_dict"][prefix + name]
+            assert torch.equal(value, stored)
+            assert value.data_ptr() == stored.data_ptr()  # it is in the file once
         for parameter in network.parameters():
             assert type(parameter) is nn.Parameter
     assert hyperparameters["net"].scale == 2.0
@@ -122,59 +123,10 @@ def test_a_folder_of_shards_leaves_networks_out(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
 
 
-def test_weights_are_neither_copied_nor_written_twice(tmp_path: Path) -> None:
-    network = nn.Linear(300, 300)
-    parent = nn.ModuleDict({"net": network})
-    unplaced = UnplacedHyperparameters(parent, {"net": network, "lr": 0.1, "other": nn.Linear(1, 1)})
-    assert list(unplaced.networks) == ["net"]
-    assert {parameter.device.type for parameter in unplaced.networks["net"].parameters()} == {"meta"}
-    state = parent.state_dict()
-    filled = unplaced.filled(state)["net"]
-    assert filled is not network
-    assert filled.weight.data_ptr() == network.weight.data_ptr()
-    torch.save({"state_dict": state, "net": filled}, tmp_path / "both")
-    torch.save({"state_dict": state}, tmp_path / "one")
-    assert (tmp_path / "both").stat().st_size < 1.05 * (tmp_path / "one").stat().st_size
-
-
 def test_a_network_that_cannot_be_copied_stays_as_it_is(tmp_path: Path) -> None:
-    network = nn.Linear(1, 1)
-    network.lock = threading.Lock()
-    assert UnplacedHyperparameters(nn.ModuleList([network]), {"net": network}).networks == {}
     run = trainer(activation_checkpointing=["net.layers.0"])
     locked = module()
     locked.net.lock = threading.Lock()
     run.fit(locked, batches())
     with pytest.raises(CheckpointError, match=r"\['net'\], a Network, cannot be pickled"):
         run.save_checkpoint(tmp_path / "a.ckpt")
-
-
-class Counted:
-    """Counts its copies."""
-
-    def __init__(self) -> None:
-        self.copies = 0
-
-    def __deepcopy__(self, memo: Any) -> "Counted":
-        self.copies += 1
-        return self
-
-
-def test_a_fit_copies_no_hyperparameters() -> None:
-    class WithCounted(WithNetwork):
-        def __init__(self, counted: Counted) -> None:
-            super().__init__(Network(), [])
-            self.save_hyperparameters(logger=False)
-
-    counted = Counted()
-    module = WithCounted(counted)
-    by_lightning = counted.copies
-    trainer(strategy="dp", devices=["cpu", "cpu"]).fit(module, batches())
-    assert counted.copies == by_lightning
-
-
-def test_a_module_without_hyperparameters_gets_no_attribute() -> None:
-    module = Small()
-    before = {*vars(module)}
-    assert not hyperparameters_of(module)
-    assert {*vars(module)} == before

@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from equipoise import CheckpointError, ConfigurationError
 from equipoise.trainer.checkpointing.module import weight_formats
@@ -52,17 +51,6 @@ def test_a_file_holds_the_weights_alone(kind: type[Small], tmp_path: Path) -> No
     torch.testing.assert_close(torch.load(tmp_path / "x.weights"), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_it_is_evaluated(stage: str, tmp_path: Path) -> None:
-    module = Validated()
-    run = trainer()
-    run.connect_module(module)
-    run.save_checkpoint(tmp_path / "x.weights", weights_only=True)
-    other = Validated()
-    getattr(trainer(), stage)(other, loader(), ckpt_path=tmp_path / "x.weights")
-    torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
-
-
 class Momentum(Small):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -105,10 +93,3 @@ def test_what_is_refused(tmp_path: Path, offered: dict[str, Any]) -> None:
     offered["other"] = LightningModule
     refuses(lambda: format_of("x.other"), "'other' must be a class of WeightFormat", error=ConfigurationError)
     assert not list(tmp_path.iterdir())
-
-
-def test_other_files_are_checkpoints() -> None:
-    for name in ("x.ckpt", "x", "x.pt", "x.weights.ckpt", "folder.weights/x"):
-        assert format_of(name) is None
-    assert isinstance(format_of("s3://bucket/x.weights"), Pickled)
-    assert format_of("x.weights", TorchCheckpointIO()) is None

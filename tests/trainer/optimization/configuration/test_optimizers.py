@@ -13,16 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam
+from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from equipoise import ConfigurationError, Trainer
-from equipoise.trainer.optimization.configuration.optimizers import (
-    NoOptimizer,
-    move_state,
-    parse_optimizers,
-    takes_no_closure,
-)
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, trainer, with_optimizers
 
@@ -99,15 +93,6 @@ def test_forms_of_configure_optimizers_mean_what_they_mean_to_lightning(automati
     assert seen[0] == seen[1]
 
 
-def test_parsed_optimisers_and_schedulers_are_the_users_objects() -> None:
-    module = Small()
-    optimizer, scheduler = both(module)
-    optimizers, configs = parse_optimizers(([optimizer], [scheduler]), module)
-    assert optimizers == [optimizer]
-    assert [config.scheduler for config in configs] == [scheduler]
-    assert configs[0].scheduler is scheduler
-
-
 def test_a_fit_without_an_optimiser_trains_nothing() -> None:
     module = with_optimizers(lambda m: None)
     before = module.layer.weight.detach().clone()
@@ -116,14 +101,7 @@ def test_a_fit_without_an_optimiser_trains_nothing() -> None:
         run.fit(module, loader())
     assert torch.equal(module.layer.weight, before)
     assert module.ran == ["training"] * 3
-    (optimizer,) = run.optimizers
-    assert isinstance(optimizer, NoOptimizer)
-    assert optimizer.step() is None
-    assert optimizer.step(lambda: 3) == 3
-    assert optimizer.state_dict() == {}
-    optimizer.load_state_dict({})
-    optimizer.zero_grad()
-    assert repr(optimizer) == "No Optimizer"
+    assert repr(run.optimizers) == "[No Optimizer]"
 
 
 class Duck:
@@ -142,9 +120,10 @@ class Duck:
 
 
 def test_an_object_with_the_methods_of_an_optimiser_is_taken() -> None:
-    module = Small()
-    optimizers, _ = parse_optimizers(duck := Duck(sgd(module)), module)
-    assert optimizers == [duck]
+    module = with_optimizers(lambda m: Duck(sgd(m)))
+    run = trainer()
+    run.fit(module, loader(3))
+    assert run.optimizers[0].steps == 3
 
 
 @pytest.mark.parametrize(
@@ -227,16 +206,12 @@ def test_schedulers_of_any_interval_and_frequency_step_when_they_are_due(
     """Those of epochs as in Lightning; those of steps with every so many optimiser steps of the run."""
 
     def stepped(cls: Any) -> list[tuple[int, int]]:
-        made: list[Counting] = []
-
         def configure(module: Any) -> Any:
-            optimizer = sgd(module)
-            made.append(Counting(optimizer, module))
-            return [optimizer], [{"scheduler": made[0], "interval": interval, "frequency": frequency}]
+            return as_dictionary(module, partial(Counting, module=module), interval=interval, frequency=frequency)
 
         run = trainer(cls, max_epochs=epochs, accumulate_grad_batches=accumulate)
         run.fit(with_optimizers(configure), loader(batches))
-        return made[0].at
+        return run.lr_scheduler_configs[0].scheduler.at  # type: ignore[no-any-return]
 
     if interval == "epoch":
         expected = stepped(L.Trainer)
@@ -277,15 +252,10 @@ def test_a_schedule_of_steps_does_not_step_where_on_train_batch_start_returns_mi
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 2 else None
 
-    made: list[Counting] = []
-
-    def configure(module: Any) -> Any:
-        optimizer = sgd(module)
-        made.append(Counting(optimizer, module))
-        return [optimizer], [{"scheduler": made[0], "interval": "step"}]
-
-    trainer(max_epochs=2).fit(with_optimizers(configure, Module), loader(4))
-    assert made[0].at == [(0, 1), (0, 2), (1, 3), (1, 4)]
+    configure = lambda module: as_dictionary(module, partial(Counting, module=module), interval="step")  # noqa: E731
+    run = trainer(max_epochs=2)
+    run.fit(with_optimizers(configure, Module), loader(4))
+    assert run.lr_scheduler_configs[0].scheduler.at == [(0, 1), (0, 2), (1, 3), (1, 4)]
 
 
 def test_optimizers_that_a_callback_exchanges_step_in_the_next_epoch() -> None:
@@ -301,25 +271,3 @@ def test_optimizers_that_a_callback_exchanges_step_in_the_next_epoch() -> None:
         return module
 
     assert_equal(trained(1), trained(2, Exchanges()))
-
-
-def test_the_state_of_an_optimiser_moves_to_a_device() -> None:
-    layer = nn.Linear(2, 1)
-    optimizer = Adam(layer.parameters())
-    layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.state[layer.weight]["note"] = "kept"
-    move_state(optimizer, torch.device("meta"))
-    state = optimizer.state[layer.weight]
-    assert state["exp_avg"].device == state["exp_avg_sq"].device == torch.device("meta")
-    assert state["note"] == "kept"
-    assert layer.weight.device == torch.device("cpu")
-
-
-def test_an_optimiser_that_decides_by_the_loss_or_has_a_hook_takes_the_closure() -> None:
-    layer = nn.Linear(2, 1)
-    optimizer = sgd(layer)
-    assert takes_no_closure(optimizer)
-    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
-    assert not takes_no_closure(optimizer)
-    assert not takes_no_closure(LBFGS(layer.parameters()))

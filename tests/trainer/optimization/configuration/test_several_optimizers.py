@@ -28,9 +28,7 @@ def schedule(optimizer: Any) -> dict[str, Any]:
 FORMS: dict[str, Callable[[Any], Any]] = {
     "a list": lambda m: list(pair(m)),
     "a tuple": pair,
-    "two lists": lambda m: (lambda o: (list(o), list(map(schedule, o))))(pair(m)),
     "two lists, with one scheduler": lambda m: (lambda o: (list(o), [schedule(o[1])]))(pair(m)),
-    "a tuple of dictionaries": lambda m: tuple({"optimizer": o, "lr_scheduler": schedule(o)} for o in pair(m)),
     "a list of dictionaries": lambda m: [{"optimizer": o, "lr_scheduler": schedule(o)} for o in pair(m)],
     "one of two has a scheduler": lambda m: (
         lambda o: [{"optimizer": o[0]}, {"optimizer": o[1], "lr_scheduler": schedule(o[1])}]
