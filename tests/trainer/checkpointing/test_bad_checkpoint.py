@@ -149,18 +149,34 @@ def changed(path: Path, folder: Path, *entry: Any, value: Any = None) -> Path:
     return folder / "changed.ckpt"
 
 
+BATCHES = ("loops", "fit_loop", "epoch_loop.batch_progress")
+POSITION = ("equipoise", "position")
+
+
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "value", "words"),
     [
-        (["loops"], "lacks loops"),
-        (["loops", "fit_loop", "epoch_progress"], "the counter 'epoch_progress' is missing"),
-        (["equipoise", "steps", "seed"], "lacks 'seed'"),
-        (["equipoise", "position", "random_state"], "lacks 'random_state'"),
-        (["equipoise", "position", "logs", "entries"], "lacks 'entries'"),
+        (["loops"], None, "lacks loops"),
+        (["loops", "fit_loop", "epoch_progress"], None, "the counter 'epoch_progress' is missing"),
+        (["equipoise", "steps", "seed"], None, "lacks 'seed'"),
+        ([*POSITION, "random_state"], None, "lacks 'random_state'"),
+        ([*POSITION, "logs", "entries"], None, "lacks 'entries'"),
+        (["epoch"], -1, "damaged: epoch must be a non-negative integer, not -1"),
+        (["global_step"], 2**63, "global_step must be a non-negative integer"),
+        ([*BATCHES, "is_last_batch"], 1, "must be True or False, not 1"),
+        ([*BATCHES, "total", "ready"], True, "must be a non-negative integer, not True"),
+        (["state_dict"], {1: 2}, "a key of state_dict must be a text, not 1"),
+        (["optimizer_states"], {}, "optimizer_states must be a list, not a dict"),
+        (["callbacks"], [1], "callbacks must be a dictionary, not a list"),
+        (["equipoise", "steps", "processes"], 0, "must be a positive integer or None, not 0"),
+        ([*POSITION, "random_state", "global"], {"torch": 1}, "must be the states of random generators, not a dict"),
+        ([*POSITION, "gradients"], [0.5], "['gradients'][0] must be a tensor, not 0.5"),
+        ([*POSITION, "metrics_of_validation"], [2], "['metrics_of_validation'][0] must be a text, not 2"),
     ],
 )
-def test_a_missing_entry_is_named(entry: list[str], words: str, saved: Path, tmp_path: Path) -> None:
-    refuses(resume(changed(saved / "whole.ckpt", tmp_path, *entry)), words, error=CheckpointError)
+def test_a_damaged_entry_is_named(entry: list[str], value: Any, words: str, saved: Path, tmp_path: Path) -> None:
+    path = changed(saved / "whole.ckpt", tmp_path, *entry, value=value)
+    refuses(resume(path), words, error=CheckpointError)
 
 
 def test_the_name_of_the_run_may_be_missing(saved: Path, tmp_path: Path) -> None:
@@ -288,6 +304,15 @@ def test_an_optimizer_state_of_another_shape_than_its_parameter_is_refused(name:
     module = with_optimizers(lambda m: make(list(m.parameters())[::-1]))
     parts = [f"state of {name} does not fit", "the parameter 'layer.bias' has the shape (1, 2), but the parameter (1,)"]
     refuses(resume(path, module), *parts, "same order", error=CheckpointError)
+
+
+@pytest.mark.parametrize("steps", [torch.ones(2), -1.0], ids=["two", "negative"])
+def test_a_damaged_number_of_steps_of_an_optimizer_is_named(steps: Any, tmp_path: Path) -> None:
+    def configure(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(module.parameters())
+
+    path = changed(saved_with(configure, tmp_path), tmp_path, "optimizer_states", 0, "state", 0, "step", value=steps)
+    refuses(resume(path, with_optimizers(configure)), "must be a number of steps, not ", error=CheckpointError)
 
 
 class Rows(SGD):

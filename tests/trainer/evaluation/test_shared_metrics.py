@@ -12,29 +12,23 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from tests.support.resumption import assert_resumes
 from tests.support.trainer_runs import Small, trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric MeanMetric")
+pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric (Mean|Sum)Metric")
 
 TRAIN, VAL = torch.arange(4.0)[:, None].repeat(1, 2), torch.arange(10.0, 13.0)[:, None].repeat(1, 2)
 
 
 class Shares(Small):
-    def __init__(self, *, sums: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.both = MetricCollection([MeanMetric(), SumMetric()]) if sums else MeanMetric()
-
-    def log_all(self, batch: Any) -> None:
-        self.both.update(batch)
-        if isinstance(self.both, MetricCollection):
-            self.log_dict(self.both, on_step=False, on_epoch=True)
-        else:
-            self.log("MeanMetric", self.both, on_step=False, on_epoch=True)
+        self.both = MetricCollection([MeanMetric(), SumMetric()])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log_all(batch)
+        self.validation_step(batch, batch_idx)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log_all(batch)
+        self.both.update(batch)
+        self.log_dict(self.both, on_step=False, on_epoch=True)
 
 
 class Values(Callback):
@@ -59,17 +53,19 @@ def fit(module: Any, *callbacks: Any, path: Path | None = None, **options: Any) 
     return values.values[1:] if run.num_sanity_val_steps else values.values
 
 
+IN_TRAINING, IN_VALIDATION = {"MeanMetric": 1.5, "SumMetric": 12.0}, {"MeanMetric": 11.0, "SumMetric": 66.0}
+
+
 @pytest.mark.parametrize("interval", [1.0, 2])
 def test_a_metric_that_training_and_validation_log_has_a_value_of_each(interval: Any) -> None:
-    train, val = {"MeanMetric": 1.5, "SumMetric": 12.0}, {"MeanMetric": 11.0, "SumMetric": 66.0}
-    validations = [val] if interval == 1.0 else [val, val]
-    assert fit(Shares(), val_check_interval=interval) == [*validations, train] * 2
+    validations = [IN_VALIDATION] * (1 if interval == 1.0 else 2)
+    assert fit(Shares(), val_check_interval=interval) == [*validations, IN_TRAINING] * 2
 
 
 def test_without_a_sanity_check_the_first_validation_warns() -> None:
     with pytest.warns(UserWarning, match=r"log the same metric, here as 'MeanMetric': .* Give each"):
-        values = fit(Shares(sums=False), num_sanity_val_steps=0)
-    assert values[-2:] == [{"MeanMetric": 11.0}, {"MeanMetric": 1.5}]
+        values = fit(Shares(), num_sanity_val_steps=0)
+    assert values[-2:] == [IN_VALIDATION, IN_TRAINING]
 
 
 def test_a_run_that_is_resumed_from_a_validation_goes_on_with_both(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -49,27 +48,9 @@ class Reads(Small):
             self.seen.append(["val", batch[0].tolist()])
 
 
-class Requested(L.LightningDataModule):
-    """Loaders that are made when they are requested."""
-
-    def __init__(self, train: Callable[[], Any], val: Callable[[], Any] | None) -> None:
-        super().__init__()
-        self.train, self.val = train, val
-
-    def train_dataloader(self) -> Any:
-        return self.train()
-
-    def val_dataloader(self) -> Any:
-        return self.val() if self.val is not None else []
-
-
 def staying(**options: Any) -> DataLoader[Any]:
     """A loader whose workers live as long as the run."""
     return DataLoader(SeedsOfWorkers(), batch_size=4, persistent_workers=True, **{"num_workers": 1, **options})
-
-
-def shuffled() -> DataLoader[Any]:
-    return loader(3, 4, shuffle=True)
 
 
 def two_staying() -> list[Any]:
@@ -83,8 +64,12 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None, dict[str, An
         {},
     ),
     "read together": (lambda: [staying(shuffle=True), loader(2, 6, shuffle=True)], None, {}),
-    "validation": (shuffled, two_staying, {}),
-    "seldom validated": (shuffled, two_staying, {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}),
+    "validation": (lambda: loader(3, 4, shuffle=True), two_staying, {}),
+    "seldom validated": (
+        lambda: loader(3, 4, shuffle=True),
+        two_staying,
+        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
+    ),
     "requested again": (lambda: staying(shuffle=True), None, {"reload_dataloaders_every_n_epochs": 2}),
 }
 
@@ -97,10 +82,11 @@ def test_persistent_workers_read_the_samples_of_the_undisturbed_run(name: str, t
     train, val, options = CASES[name]
 
     def run(callbacks: list[Any], path: Path | None) -> Any:
-        module = Reads()
-        limit = {"limit_val_batches": 0} if val is None else {}
-        run = trainer(max_epochs=3, callbacks=callbacks, **limit, **options)
-        run.fit(module, datamodule=Requested(train, val), ckpt_path=path)
+        module: Any = Reads()
+        module.train_dataloader, limit = train, {"limit_val_batches": 0}
+        if val is not None:
+            module.val_dataloader, limit = val, {}
+        trainer(max_epochs=3, callbacks=callbacks, **limit, **options).fit(module, ckpt_path=path)
         return module.seen, module
 
     hooks = ("on_train_epoch_start", "on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end")

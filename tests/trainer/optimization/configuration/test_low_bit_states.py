@@ -74,4 +74,4 @@ def test_memory_of_low_bit_states_is_counted_to_the_byte() -> None:
         memory = MemoryLogger(detail="modules", leaks=False)
         fit(module(kind), callbacks=[memory], max_steps=3)
         states[kind] = memory.compositions[0].totals()["optimizer state"]
-    assert states == {SGD: 4 * parameters, Quantised: parameters + 4 * 2}
+    assert states == {SGD: 4 * parameters, Quantised: parameters + 2 * 2}

@@ -47,10 +47,6 @@ def plain_second(self: Two, one: Tensor, two: Tensor) -> None:
     two.backward()
 
 
-def both_plain(self: Two, one: Tensor, two: Tensor) -> None:
-    (one + two).backward()
-
-
 def assigned(self: Two, one: Tensor, two: Tensor) -> None:
     self.manual_backward(one)
     self.second.grad = grad(two, self.second)[0]
@@ -79,7 +75,7 @@ def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, fused=True)
 
 
-RIGHT = [plain_second, both_plain, assigned, changed, by_the_scaler, parts]
+RIGHT = [plain_second, assigned, changed, by_the_scaler, parts]
 DATA = torch.arange(16.0).view(8, 2)
 
 
