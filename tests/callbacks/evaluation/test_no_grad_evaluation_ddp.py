@@ -1,9 +1,9 @@
 """Evaluations in real processes: exact whatever the number of batches and processes, and without a trace."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -111,19 +111,10 @@ def test_batches_of_all_processes_are_limited_and_of_a_list_divided_but_not_with
         assert_equal(evaluation.concatenated()["value"], samples(23).tensors[1][:count].double())
 
 
-class Distributed(L.LightningDataModule):
+def distributed(count: int, **options: Any) -> DataLoader[Any]:
     """Torch's own sampler, which needs the group of processes."""
-
-    def __init__(self, count: int, **options: Any) -> None:
-        super().__init__()
-        self.count, self.options = count, options
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(samples(12), batch_size=2)
-
-    def extra(self) -> Any:
-        data = TensorDataset(samples(self.count).tensors[0].double(), torch.arange(self.count))
-        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, **self.options))
+    data = TensorDataset(samples(count).tensors[0].double(), torch.arange(count))
+    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, **options))
 
 
 @pytest.mark.few_cases(1)
@@ -132,9 +123,9 @@ class Distributed(L.LightningDataModule):
     [(7, {"seed": 3}, 0), (2, {"shuffle": False}, 0), (7, {"drop_last": True}, 1)],
 )
 def test_torchs_sampler_gives_no_sample_twice(count: int, options: Any, left_out: int) -> None:
-    evaluation = NoGradEvaluation("extra", MeanMetric(), forward=labels, collect=True)
-    run = quiet(precision="64-true", strategy="ddp", devices=3, callbacks=[evaluation])
-    run.fit(Linear(), datamodule=Distributed(count, **options))
+    make = partial(distributed, count, **options)
+    evaluation = NoGradEvaluation(make, MeanMetric(), forward=labels, collect=True)
+    fit([evaluation], 3, kind=Linear)
     seen = evaluation.concatenated()["value"].tolist()
     assert len(set(seen)) == len(seen) == count - left_out
     assert evaluation.results[0].values["MeanMetric"] == pytest.approx(sum(seen) / len(seen))

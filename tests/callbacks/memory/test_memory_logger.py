@@ -145,7 +145,7 @@ def test_readings_go_to_the_loggers_in_mebibytes(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_the_progress_bar_shows_the_fullest_device() -> None:
-    trainer = fit(MemoryLogger(every_n_steps=2, prog_bar=True), trainer_type=L.Trainer)
+    trainer = fit(MemoryLogger(every_n_steps=2, prog_bar=True))
     assert 0.05 < float(trainer.progress_bar_metrics["memory_GiB"]) < 50
 
 

@@ -277,7 +277,7 @@ def test_another_model_is_refused_by_an_evaluation(saved: Path) -> None:
 
 def test_another_number_of_optimisers_is_refused(saved: Path, tmp_path: Path) -> None:
     path = changed(saved / "whole.ckpt", tmp_path, "optimizer_states", value=[])
-    refuses(resume(path), "0 optimiser state(s)", "returned 1", error=CheckpointError)
+    refuses(resume(path), "0 optimiser state(s)", "returned 1", "`load_from_checkpoint`", error=CheckpointError)
 
 
 def saved_with(configure: Callable[[Any], Any], folder: Path) -> Path:

@@ -91,12 +91,6 @@ def test_files_by_steps_or_by_time_are_saved_at_the_next_validation_with_its_val
     assert value_of(weight_in(keeper.best_model_path)) == keeper.best_model_score == min(scores.values())
 
 
-def test_each_step_is_saved_after_its_validation(tmp_path: Path) -> None:
-    keeper = ModelCheckpoint(tmp_path, "{step}", "value", every_n_train_steps=2, save_top_k=-1)
-    train(Moving(), keeper, val_check_interval=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step={step}.ckpt" for step in (2, 4, 6, 8, 10))
-
-
 class StepsAfterTheBatch(Moving):
     """Steps by hand in `on_train_batch_end`."""
 

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 from torchmetrics import CatMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -178,11 +178,16 @@ class OwnOrder(Sampler[int]):
         return iter(torch.randperm(SAMPLES).tolist())
 
 
+class OwnBatches(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
 LOADERS: dict[str, Any] = {
     # The checkpoint holds a batch that one process had read ahead.
     "no length": lambda: DataLoader(samples(), batch_size=6, sampler=OwnOrder(None)),
     "too long a length": lambda: DataLoader(samples(), batch_size=6, sampler=OwnOrder(SAMPLES + 8)),
     "sampler": lambda: DataLoader(samples(), batch_size=3, sampler=OwnOrder()),
+    "batch sampler": lambda: DataLoader(samples(), batch_sampler=OwnBatches(OwnOrder(), 3, False)),
     "two loaders": lambda: {
         "long": DataLoader(samples(), batch_size=3, shuffle=True),
         "short": DataLoader(samples(8), batch_size=2, shuffle=True),
@@ -197,6 +202,7 @@ LOADERS: dict[str, Any] = {
         ("no length", "single", "ddp 2"),
         ("too long a length", "single", "ddp 2"),
         pytest.param("sampler", "ddp 2", "single", marks=slow),
+        pytest.param("batch sampler", "ddp 2", "ddp 3", marks=slow),
         pytest.param("two loaders", "ddp 2", "single", marks=slow),
         pytest.param("two loaders", "ddp 2", "ddp 3", marks=slow),
     ],

@@ -1,5 +1,6 @@
 """Passes end where the data ends, or at the length that a loader says: beyond it nothing is read."""
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -130,19 +131,30 @@ class Strict:
         raise ValueError("zip() argument 2 is longer than argument 1")
 
 
+class StrictLoader(DataLoader[Tensor]):
+    """The same as a `DataLoader` of one's own."""
+
+    def __iter__(self) -> Any:
+        first = super().__iter__()
+        return (batch for batch, _ in zip(first, itertools.cycle([0]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make", [Strict, lambda count: StrictLoader(torch.rand(2 * count, 2), batch_size=2)], ids=["own", "derived"]
+)
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}, {"prefetch": False}])
-def test_a_loader_is_not_asked_for_a_batch_beyond_its_length(options: dict[str, Any]) -> None:
+def test_a_loader_is_not_asked_for_a_batch_beyond_its_length(make: Any, options: dict[str, Any]) -> None:
     module = Watched()
     run = trainer(max_epochs=2, num_sanity_val_steps=-1, **options)
-    run.fit(module, Strict(3), Strict(2))
+    run.fit(module, make(3), make(2))
     steps = options.get("limit_train_batches", 3)
     assert [event for event in module.events if event[0] == "epoch"] == [
         ("epoch", steps, True),
         ("epoch", 2 * steps, True),
     ]
-    run.validate(module, Strict(2), verbose=False)
+    run.validate(module, make(2), verbose=False)
     module.predict_step = lambda batch, batch_idx: batch  # type: ignore[method-assign]
-    assert len(run.predict(module, Strict(3))) == 3
+    assert len(run.predict(module, make(3))) == 3
 
 
 @pytest.mark.thorough
