@@ -267,12 +267,13 @@ class TestWithoutATerminal:
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch, variable: str
     ):
         monkeypatch.setenv(variable, "1")
-        console = rich.console.Console(file=io.StringIO())
+        file = io.StringIO()
+        console = rich.console.Console(file=file)
         monkeypatch.setattr(rich, "get_console", lambda: console)
         trainer(callbacks=[ProgressBar(), RunSummary()], max_epochs=2).fit(
             Small(ticking(clock, 1)), loader(3), loader(2)
         )
-        text = console.file.getvalue()
+        text = file.getvalue()
         assert "Epoch 2/2: 3/3 batches" in text
         assert not re.search(r"\x1b\[[?0-9;]*[A-LN-Za-ln-z]", text)  # an m alone is a colour
 

@@ -165,7 +165,7 @@ class Joint(Callback):
 
 
 def test_callbacks_that_act_together_over_processes() -> None:
-    callbacks = [L.Callback(), Checkpoint(), Timer(), Joint(), EarlyStopping("loss")]
+    callbacks: list[Any] = [L.Callback(), Checkpoint(), Timer(), Joint(), EarlyStopping("loss")]
     names: list[str] = []
     for callback in callbacks:
         by_attribute(callback, "on_train_batch_end", lambda *args, who=callback: names.append(type(who).__name__))

@@ -116,7 +116,7 @@ def test_state_that_the_first_attempt_of_a_step_has_made_is_dropped() -> None:
         torch.manual_seed(7)
         modules.append(module := Changing(failing))
         fit(module, Answers(1), max_epochs=1)
-    assert_equal(*modules)
+    assert_equal(modules[0], modules[1])
 
 
 def test_a_new_entry_in_a_state_is_a_change_after_which_a_step_is_not_done_again() -> None:

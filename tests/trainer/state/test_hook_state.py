@@ -81,7 +81,8 @@ def test_objects_of_one_class_have_states_of_their_own(tmp_path: Path) -> None:
             return torch.full((2,), float(index))
 
     def run(callbacks: list[Any], path: Path | None) -> list[int]:
-        data, counts = [DataLoader(Rows(), batch_size=size) for size in (1, 4)], [Counts(1), Counts(10)]
+        data: list[Any] = [DataLoader(Rows(), batch_size=size) for size in (1, 4)]
+        counts = [Counts(1), Counts(10)]
         trainer(max_epochs=2, callbacks=[*counts, *callbacks]).fit(Small(), data, ckpt_path=path)
         return [each.total for each in counts] + [each.dataset.read for each in data]
 

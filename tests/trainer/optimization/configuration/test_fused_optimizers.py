@@ -56,7 +56,7 @@ def test_fused_steps_equal_plain_ones(kind: str) -> None:
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("base", [Small, Watching])
 def test_fused_steps_of_scaled_losses_equal_plain_ones(base: type[Small], clip: float | None) -> None:
-    options = {"precision": "16-mixed", "gradient_clip_val": clip}
+    options: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": clip}
     fused = fit(base=base, fused_optimizer=True, **options)
     plain = fit(base=base, **options)
     assert_equal(plain, fused, 1e-5)

@@ -37,7 +37,7 @@ class Quantised(Optimizer):
 
 def module(kind: type[Optimizer]) -> Small:
     torch.manual_seed(0)
-    options = {"momentum": 0.9} if kind is SGD else {}
+    options: dict[str, Any] = {"momentum": 0.9} if kind is SGD else {}
     return with_optimizers(lambda m: kind(m.parameters(), lr=0.1, **options))  # type: ignore[call-arg]
 
 
