@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from equipoise import ConfigurationError, OOMRecovery, PipelineStrategy, StepError
+from equipoise import ConfigurationError, OOMRecovery, StepError
 from equipoise.extensions.pipeline.schedule.schedule import actions_of
 from tests.extensions.pipeline.processes.language import Unfreezes
 from tests.support.batches import SIZES, Batches
@@ -429,16 +429,3 @@ def test_hooks_that_need_what_lies_in_other_processes_are_refused(hook: str, act
 
     with pytest.raises(StepError, match=message):
         fit(make, **processes(2, cut_before=["net.blocks.2"]))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"engine": "process"}, "engine must be 'threads' or 'processes', not 'process'"),
-        ({"threads": True}, "threads are for engine='threads'"),
-        ({"timeout": 0}, "timeout is a positive number of seconds"),
-    ],
-)
-def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        PipelineStrategy(**{"engine": "processes", **options})

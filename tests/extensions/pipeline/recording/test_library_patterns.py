@@ -195,8 +195,10 @@ def maps_over_samples(self: Block, x: Tensor) -> Tensor:
 
 
 def goes_backward(self: Block, x: Tensor) -> Tensor:
-    leaf = x.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(leaf.square().sum(), leaf)
+    """As models of energies do."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(torch.tanh(self.first(leaf)).sum(), leaf, create_graph=True)
     return x + gradient
 
 

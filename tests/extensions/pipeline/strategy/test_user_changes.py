@@ -168,10 +168,8 @@ def loaded_states(module: Any) -> None:
     ("hook", "act", "window", "schedule"),
     [
         ("on_train_batch_end", buffers, 1, "1f1b"),
-        ("on_before_optimizer_step", tied_weight, 1, "1f1b"),
-        ("on_train_batch_end", tied_weight, 1, "interleaved_1f1b"),
+        ("on_before_optimizer_step", tied_weight, 1, "interleaved_1f1b"),
         ("on_after_backward", tied_gradient, 2, "1f1b"),
-        ("on_before_optimizer_step", tied_gradient, 1, "interleaved_1f1b"),
         ("on_train_batch_end", states, 1, "1f1b"),
         ("on_train_epoch_end", loaded_states, 1, "interleaved_1f1b"),
     ],

@@ -143,19 +143,3 @@ def test_the_comparison_leaves_no_trace(options):
     assert module.net[2].num_batches_tracked == 2 * 2 * len(SIZES)
     again, _, _ = fit(counted, SIZES, **pipelined(2, micro_batches=2, cut_before=["net.4"]))
     assert_equal(module, again, 1e-9)
-
-
-def goes_backward(self: Any, x: Tensor) -> Tensor:
-    """As models of energies do."""
-    assert bool(x.isfinite().all())
-    with torch.enable_grad():
-        given = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(torch.tanh(self.layer(given)).sum(), given, create_graph=True)
-    return x + force
-
-
-def test_a_forward_that_goes_backward_by_itself():
-    def make() -> Task:
-        return layers(network(goes_backward, layer=nn.Linear(WIDTH, WIDTH)))
-
-    assert_as_on_one_device(make, pipelined(2, micro_batches=2))
