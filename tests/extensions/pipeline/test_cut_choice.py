@@ -7,25 +7,15 @@ from torch import nn
 from torch.distributed import HashStore
 
 from equipoise.extensions.pipeline.cut_choice import CommonCut, CutChoice
-from equipoise.extensions.pipeline.graph.call_structure import CallStructure, NetworkCall
 from equipoise.extensions.pipeline.graph.traced import Traced
 from equipoise.extensions.pipeline.planning.cut import CutOptions, PinnedCut
-from equipoise.extensions.pipeline.recording.tracing import trace
+from tests.support.traces import traced
 
 CPU = torch.device("cpu")
 
 
-class Narrowing(nn.Module):
-    """Equal layers; between the first two and the last two little passes, elsewhere much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = layer(value)
-        return value
+def linears() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
 
 
 def choice_for(network: nn.Module, **options: Any) -> CutChoice:
@@ -34,38 +24,38 @@ def choice_for(network: nn.Module, **options: Any) -> CutChoice:
     return CutChoice(network, plan, **arguments)
 
 
-def traced_call(network: nn.Module) -> tuple[Traced, list[torch.Tensor]]:
-    structure = CallStructure((torch.randn(4, 256),), {})
-    return trace(NetworkCall(network, network.forward, structure, network, CPU)), structure.tensors
+def called(network: nn.Module) -> tuple[Traced, list[torch.Tensor]]:
+    x = torch.randn(4, 256)
+    return traced(network, x), [x]
 
 
 def test_all_replicas_take_the_first_cut() -> None:
-    network = Narrowing()
-    traced, tensors = traced_call(network)
+    network = linears()
+    recorded, tensors = called(network)
     common_cut = CommonCut(HashStore())
     assert common_cut.read() is None
-    names = [node.name for node in traced.calls]
-    first = PinnedCut(names=["layers.1"], calls=[names[-1]])
+    names = [node.name for node in recorded.calls]
+    first = PinnedCut(names=["1"], calls=[names[-1]])
     assert common_cut.publish(first) == first
     assert common_cut.read() == first
-    chosen = choice_for(network, common_cut=common_cut).measured(traced, "", tensors)
+    chosen = choice_for(network, common_cut=common_cut).measured(recorded, "", tensors)
     assert chosen.pinned.calls == first.calls
 
 
 def test_links_are_timed_for_a_measured_cut_alone() -> None:
-    network = Narrowing()
-    traced, tensors = traced_call(network)
+    network = linears()
+    recorded, tensors = called(network)
     calls: list[int] = []
 
     def time_links() -> list[float]:
         calls.append(0)
         return [1.0, 1.0]
 
-    slow = choice_for(network, time_links=time_links).measured(traced, "", tensors)
+    slow = choice_for(network, time_links=time_links).measured(recorded, "", tensors)
     assert calls == [0]
     # A float of 4 samples with 256 features, there and back, in stages on both sides.
     seconds = 2 * 4 * 256 * 4
     assert all(stage.forward + stage.backward > seconds for stage in slow.stages)
-    given = choice_for(network, links=[2.0, 2.0], time_links=time_links).measured(traced, "", tensors)
+    given = choice_for(network, links=[2.0, 2.0], time_links=time_links).measured(recorded, "", tensors)
     assert all(stage.forward + stage.backward > 2 * seconds for stage in given.stages)
     assert calls == [0]

@@ -11,16 +11,12 @@ NONE, RANDOM, DYNAMIC = Traits(0), Traits.RANDOM, Traits.DYNAMIC
 @pytest.mark.parametrize(
     ("name", "traits"),
     [
-        ("addmm", NONE),
         ("split", NONE),
         ("rand", RANDOM),
-        ("bernoulli_", RANDOM),
         ("native_dropout", RANDOM),
         ("nonzero", DYNAMIC),
         ("masked_select", DYNAMIC),
-        ("_unique2", DYNAMIC),
         ("_local_scalar_dense", DYNAMIC),
-        ("equal", DYNAMIC),
         ("_pack_padded_sequence", DYNAMIC),
         ("no_operation_of_torch", RANDOM | DYNAMIC),
     ],

@@ -33,27 +33,20 @@ def test_outputs_in_nested_containers_are_filled_with_other_tensors():
 
 
 def test_objects_with_tensors_are_copied():
+    """Also one that refers to itself."""
     one, other = torch.rand(2), torch.rand(3)
-    shared = SimpleNamespace(key=one)
-    cache = SimpleNamespace(layers=[shared, {"key": other}], length=2)
+    cache = SimpleNamespace(layers=[SimpleNamespace(key=one), {"key": other}], length=2)
+    cache.itself = cache
     config = SimpleNamespace(name="x")
     structure, tensors = OutputStructure.of({"cache": cache, "logits": one, "config": config})
     assert len(tensors) == 2
     new = [torch.full((1,), float(tensor is other)) for tensor in tensors]
     first, second = structure.fill(new), structure.fill(new)
     for filled in (first, second):
-        assert (filled["cache"].layers[0].key, filled["cache"].layers[1]["key"]) == (0.0, 1.0)
-        assert filled["logits"] is filled["cache"].layers[0].key
+        made = filled["cache"]
+        assert (made.layers[0].key, made.layers[1]["key"], made.length) == (0.0, 1.0, 2)
+        assert made.itself is made
+        assert filled["logits"] is made.layers[0].key
         assert filled["config"] is config
-        assert filled["cache"].length == 2
     assert first["cache"] is not second["cache"]
     assert cache.layers[0].key is one
-
-
-def test_an_object_that_refers_to_itself():
-    node = SimpleNamespace(value=torch.rand(2))
-    node.itself = node
-    structure, _ = OutputStructure.of(node)
-    filled = structure.fill([5])
-    assert filled.value == 5
-    assert filled.itself is filled

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import StepError
-from equipoise.extensions.pipeline.graph.call_names import owner_of
 from equipoise.extensions.pipeline.graph.stages import (
     check_exchanged,
-    crossing,
     ends_by_placement,
     make_stages,
     map_tensors,
     map_values,
     may_cut,
-    taking_inputs,
 )
 from tests.support.equality import assert_equal
 from tests.support.networks.layers import network as written
@@ -51,17 +48,6 @@ def test_stages_compute_the_forward_wherever_it_is_cut():
             output = run_stages(make_stages(made, [*ends, count]), (x, y))
             assert_equal(expected, output)
             assert output["last"][1] is y
-
-
-def test_tensors_that_pass_a_cut():
-    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    made = traced(network, torch.rand(2, 4))
-    assert taking_inputs(made) == 1
-    assert [[node.name for node in nodes] for nodes in crossing(made, [1, 2, 3, 4])] == [
-        ["getitem"], ["network_0"], ["network_1"], ["network_2"],
-    ]  # fmt: skip
-    assert [owner_of(node) for node in made.calls] == [None, "0", "1", "2"]
-    assert may_cut(made) == [False, True, True, True]
 
 
 def test_one_may_not_cut_before_what_is_changed_in_place_nor_before_its_views():
@@ -102,17 +88,6 @@ def test_one_may_not_cut_between_a_setting_and_its_use():
     allowed = [node.name for node, may in zip(made.calls, may_cut(made), strict=True) if may]
     assert [name for name in allowed if not name.startswith("constant")] == allowed
     assert "network_a" in allowed
-
-
-def test_stages_share_the_networks_layers_unless_told_otherwise():
-    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    network[1].weight = network[0].weight
-    x, other = torch.rand(2, 4), nn.Linear(4, 4)
-    made = traced(network, x)
-    first, second = make_stages(made, [2, 3])
-    assert torch.equal(run_stages([first, second], [x]), network(x))
-    stages = make_stages(made, [2, 3], lambda stage, node: other if stage == 1 else None)
-    assert torch.equal(run_stages(stages, [x]), other(network[0](x)))
 
 
 def test_another_trace_is_cut_where_the_parts_lie():

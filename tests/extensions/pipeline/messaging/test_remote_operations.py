@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
 from equipoise.errors import StepError
 from equipoise.extensions.pipeline.messaging.remote_operations import RemoteOperations, compute_operations
@@ -48,13 +48,11 @@ def with_views_of_results(average: Tensor, weight: Tensor) -> None:
 CHANGES: dict[str, Change] = {
     "interpolation": one_by_one(lambda average, weight: average.lerp_(weight, 0.25)),
     "a sum": one_by_one(lambda average, weight: average.copy_(get_ema_avg_fn(0.75)(average, weight, COUNT))),
-    "equal weights": one_by_one(lambda average, weight: average.copy_(get_swa_avg_fn()(average, weight, COUNT))),
     "an exchange": one_by_one(swap),
     "views of results": one_by_one(with_views_of_results),
     "another dtype": one_by_one(in_another_dtype),
     "an argument by name": one_by_one(lambda average, weight: torch.add(average, weight, alpha=2, out=None).sub_(1)),
     "all exponential": lambda averages, weights: get_ema_multi_avg_fn(0.75)(averages, weights, COUNT),
-    "all equal": lambda averages, weights: get_swa_multi_avg_fn()(averages, weights, COUNT),
     "differences": of_differences,
 }
 
@@ -156,15 +154,13 @@ def test_a_result_of_another_run_is_refused() -> None:
     "read",
     [
         lambda one, other: one.sum().item(),
-        lambda one, other: one.tolist(),
         lambda one, other: one.add(other),
         lambda one, other: one.data.T.mul(2),
         lambda one, other: torch.zeros(3, 2, dtype=torch.float64).copy_(one),
         lambda one, other: torch.add(one, 1, out=torch.zeros(3, 2, dtype=torch.float64)),
-        lambda one, other: bool(one.isnan().any()),
         lambda one, other: torch._foreach_add([one], [other]),
     ],
-    ids=["a number", "a list", "another process", "a view", "a change here", "a result here", "a condition", "lists"],
+    ids=["a number", "another process", "a view", "a change here", "a result here", "lists"],
 )
 def test_values_are_refused(read: Callable[[Tensor, Tensor], Any]) -> None:
     elsewhere = Elsewhere()

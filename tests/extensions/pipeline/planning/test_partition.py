@@ -68,14 +68,12 @@ SLOW, SMALL = StageDevice(slowness=3.0), StageDevice(memory=80)
     ("blocks", "devices", "cuts"),
     [
         (named_blocks(8, forward=1.0), [SLOW, StageDevice()], [2, 8]),
-        (named_blocks(8, forward=1.0), [StageDevice(), SLOW], [6, 8]),
         (named_blocks(8, forward=1.0, parameters=10, trained=10), [SMALL, StageDevice()], [2, 8]),
         (named_blocks(4, boundary=[5, 9, 1, 9]), ALIKE, [3, 4]),
-        (named_blocks(4, forward=1.0, boundary=[10, 100, 10, 10]), ALIKE, [2, 4]),
         # A little more time is no reason to pass much more.
         (named_blocks(400, forward=1.0, boundary=[9] * 200 + [1] + [9] * 9 + [0] + [9] * 189), ALIKE, [201, 400]),
     ],
-    ids=["slow first", "slow last", "small", "among equals what passes", "time", "little more time"],
+    ids=["slow", "small", "among equals what passes", "little more time"],
 )
 def test_a_device_gets_as_much_as_it_can_compute_and_hold(blocks, devices, cuts):
     assert chosen(blocks, devices) == cuts
@@ -84,6 +82,7 @@ def test_a_device_gets_as_much_as_it_can_compute_and_hold(blocks, devices, cuts)
 def test_a_slow_link_passes_less() -> None:
     blocks = named_blocks(4, forward=1.0, boundary=[10, 100, 10, 10])
     slow = [StageDevice(link=0.01), StageDevice()]
+    assert chosen(blocks) == [2, 4]
     assert chosen(blocks, slow) in ([1, 4], [3, 4])
     for stage in Costs(blocks, slow).stages([2, 4]):
         assert (stage.forward, stage.backward) == pytest.approx((3.0, 1.0))
@@ -168,15 +167,6 @@ def test_the_stages_of_a_device_are_full_at_different_times():
     assert peaks[0] == 24 + 5 * 10 + 2 * 4 + 3
     assert peaks[1] == 24 + 3 * 10 + 2 * 4 + 3
     assert stages[0].memory + stages[2].memory > peaks[0]
-
-
-def test_a_large_block_leaves_little_for_its_device_s_other_stage():
-    """Equal parts of the memory would not do."""
-    blocks = named_blocks(8, forward=1.0, parameters=[10, 1, 1, 1, 1, 1, 1, 1])
-    limits = [StageDevice(memory=11), StageDevice(memory=100)]
-    cuts = chosen(blocks, limits * 2, schedule="looped_bfs", micro_batches=1, stages_per_device=2)
-    assert cuts[0] == 1
-    assert cuts[2] - cuts[1] == 1
 
 
 def test_stages_that_need_far_too_much_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:

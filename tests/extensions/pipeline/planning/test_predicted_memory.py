@@ -18,10 +18,6 @@ from tests.support.pipelines import quiet
 MICRO_BATCHES = 8
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)], nn.Linear(256, 256))
-
-
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
     return nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(64, 64))
@@ -36,7 +32,6 @@ def convolution() -> nn.Module:
 
 # With the shape of what each takes.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (mlp, (64, 256)),
     "transformer": (transformer, (4, 32, 64)),
     "convolution": (convolution, (4, 3, 16, 16)),
 }
@@ -136,10 +131,9 @@ def unmerged(blocks: Any, *_: Any) -> Any:
 
 # Each schedule with its numbers of devices and stages, and each network with several.
 PLANS = [
-    *(("mlp", "gpipe", 2, 1), ("transformer", "gpipe", 4, 1), ("mlp", "1f1b", 4, 1), ("convolution", "1f1b", 4, 1)),
-    *(("transformer", "interleaved_1f1b", 2, 3), ("convolution", "interleaved_1f1b", 2, 2)),
-    *(("transformer", "looped_bfs", 2, 2), ("convolution", "looped_bfs", 2, 2)),
-    *(("mlp", "interleaved_zero_bubble", 2, 2), ("transformer", "interleaved_zero_bubble", 3, 1)),
+    *(("convolution", "gpipe", 2, 1), ("transformer", "gpipe", 4, 1), ("convolution", "1f1b", 4, 1)),
+    *(("transformer", "interleaved_1f1b", 2, 3), ("convolution", "looped_bfs", 2, 2)),
+    *(("convolution", "interleaved_zero_bubble", 2, 2), ("transformer", "interleaved_zero_bubble", 3, 1)),
 ]
 
 

@@ -35,11 +35,11 @@ def most_held(schedule: Schedule, device: int, devices: int, micro_batches: int,
     return min(every, full.get(schedule, every))
 
 
-@pytest.mark.few_cases(83)
+@pytest.mark.few_cases(53)
 @pytest.mark.parametrize(("schedule", "each"), PLANS)
 @pytest.mark.parametrize(
     ("devices", "micro_batches"),
-    [(1, 1), (1, 6), (2, 1), (2, 5), (3, 2), (3, 4), (3, 13), (4, 1), (4, 6), (7, 5), (7, 13)],
+    [(1, 1), (1, 6), (2, 5), (3, 2), (3, 13), (4, 1), (7, 13)],
 )
 def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, micro_batches, devices):
     for device in range(devices):
@@ -79,25 +79,22 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, each, m
 
 
 @pytest.mark.parametrize(("schedule", "each"), PLANS)
-@pytest.mark.parametrize(("devices", "turns"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
-def test_equal_stages_idle_as_the_theory_says(devices, turns, schedule, each):
-    """With a multiple of as many micro-batches as there are devices."""
+@pytest.mark.parametrize(
+    ("devices", "micro_batches"), [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (2, 8), (4, 2), (4, 4), (4, 8)]
+)
+def test_equal_stages_idle_as_the_theory_says(devices, micro_batches, schedule, each):
+    """Interleaved ones with a multiple of as many micro-batches as there are devices."""
+    if schedule not in ("gpipe", "1f1b"):
+        micro_batches *= devices
     for backward in (2.0,) if splits(schedule) else (1.0, 2.0):
-        batches, stages = turns * devices, devices * each
-        timeline = simulate(schedule, [1.0] * stages, [backward] * stages, batches, each)
+        stages = devices * each
+        timeline = simulate(schedule, [1.0] * stages, [backward] * stages, micro_batches, each)
         lost = (devices - 1) * (1 if splits(schedule) else 1 + backward)
-        whole = each * batches * (1 + backward) + lost
+        whole = each * micro_batches * (1 + backward) + lost
         assert timeline.seconds == pytest.approx(whole)
         assert timeline.idle == pytest.approx(lost / whole, abs=1e-12)
-        assert len(timeline.spans) == (2 + splits(schedule)) * stages * batches
+        assert len(timeline.spans) == (2 + splits(schedule)) * stages * micro_batches
         assert timeline.devices == devices
-
-
-@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 3), (2, 1), (2, 3), (4, 2), (4, 8)])
-def test_one_stage_on_a_device_idles_alike_with_any_number_of_micro_batches(devices, micro_batches):
-    for schedule in ("gpipe", "1f1b"):
-        timeline = simulate(schedule, [1.0] * devices, [2.0] * devices, micro_batches)
-        assert timeline.idle == pytest.approx((devices - 1) / (micro_batches + devices - 1), abs=1e-12)
 
 
 def test_interleaved_forwards_are_there_while_values_are_on_their_way():
@@ -143,25 +140,17 @@ def test_a_timeline_of_nothing():
     assert (Timeline((), 2).seconds, Timeline((), 2).idle) == (0.0, 0.0)
 
 
-def test_unknown_schedules_are_refused():
-    assert check_schedule("1f1b") == "1f1b"
-    names = "'gpipe', '1f1b', 'looped_bfs', 'interleaved_1f1b', 'interleaved_zero_bubble'"
-    with pytest.raises(ConfigurationError, match=f"schedule must be one of {names}, not 'zero'"):
-        check_schedule("zero")
-
-
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("given", "told"),
     [
-        ("Interleaved1F1B", "interleaved_1f1b"),
-        ("LoopedBFS", "looped_bfs"),
-        ("1F1B", "1f1b"),
-        ("GPipe", "gpipe"),
-        ("InterleavedZeroBubble", "interleaved_zero_bubble"),
+        ("zero", "one of 'gpipe', '1f1b', 'looped_bfs', 'interleaved_1f1b', 'interleaved_zero_bubble', not 'zero'"),
+        # Names of torch's.
+        ("Interleaved1F1B", "not 'Interleaved1F1B'. Did you mean 'interleaved_1f1b'?"),
+        ("LoopedBFS", "not 'LoopedBFS'. Did you mean 'looped_bfs'?"),
     ],
 )
-def test_names_of_torch_s_are_understood(given, meant):
-    with pytest.raises(ConfigurationError, match=f"not '{given}'. Did you mean '{meant}'?"):
+def test_unknown_schedules_are_refused(given, told):
+    with pytest.raises(ConfigurationError, match=told):
         check_schedule(given)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "in_place",
     "late",
     "nested_tuples",
+    "passed_twice",
     "shared_layer",
     "size_as_argument",
     "trained_before",
@@ -115,6 +116,18 @@ def whole_blocks() -> Task:
 
     blocks = [network(forward, layer=nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
     return layers(nn.Linear(WIDTH, WIDTH), *blocks)
+
+
+def passed_twice() -> Task:
+    """A stage hands on one tensor under two names, and another passes it by."""
+
+    def forward(self: Any, features: Tensor) -> Tensor:
+        hidden = self.one(features.flatten(1))
+        same = self.same(hidden)
+        return self.head(torch.tanh(self.other(hidden * 2 + same * 5)) + same)
+
+    one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Task(network(forward, one=one, same=nn.Identity(), other=other, head=nn.Linear(WIDTH, CLASSES)))
 
 
 def size_as_argument() -> Task:

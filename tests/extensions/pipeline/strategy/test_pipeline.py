@@ -179,6 +179,10 @@ def test_a_first_call_may_create_submodules(cut_before):
     assert_as_on_one_device(networks.late, pipelined(2, micro_batches=2, cut_before=cut_before))
 
 
+def test_a_tensor_that_passes_a_cut_twice_gets_both_gradients():
+    assert_as_on_one_device(networks.passed_twice, pipelined(3, micro_batches=2, cut_before=["mul", "net.head"]))
+
+
 def constants_on_the_cpu() -> Any:
     return networks.constants(lambda x: None)
 
