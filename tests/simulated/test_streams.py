@@ -61,15 +61,6 @@ def test_a_read_without_a_wait_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_read_after_a_wait(wait: Wait) -> None:
-    current, side = streams()
-    values = made_on(side)
-    wait(current, side)
-    values.record_stream(current)  # type: ignore[arg-type]
-    assert (values + 1).tolist() == [3, 3, 3]
-
-
-@pytest.mark.parametrize("wait", WAITS)
 def test_a_write_waits_for_reads(wait: Wait) -> None:
     current, side = streams()
     values = torch.ones(3, device=SECOND)
@@ -82,18 +73,6 @@ def test_a_write_waits_for_reads(wait: Wait) -> None:
     values.zero_()
     copy.record_stream(current)  # type: ignore[arg-type]
     assert (copy + values).tolist() == [2, 2, 2]
-
-
-def test_reads_of_two_streams_need_no_order() -> None:
-    current, side = streams()
-    values = torch.ones(3, device=SECOND)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):  # type: ignore[arg-type]
-        one = values.sum()
-    other = values.sum()
-    current.wait_stream(side)
-    one.record_stream(current)  # type: ignore[arg-type]
-    assert one + other == 6
 
 
 def test_an_event_marks_what_was_done_before_it() -> None:
@@ -110,16 +89,6 @@ def test_an_event_marks_what_was_done_before_it() -> None:
     assert values.sum() == 9
 
 
-def test_waits_pass_on_what_was_waited_for() -> None:
-    current, first = streams()
-    second = torch.cuda.Stream(SECOND)
-    values = made_on(first)
-    second.wait_stream(first)
-    current.wait_stream(second)
-    values.record_stream(current)  # type: ignore[arg-type]
-    assert values.sum() == 6
-
-
 def test_views_share_the_order_of_their_memory() -> None:
     current, side = streams()
     view = made_on(side)[1:]
@@ -128,26 +97,6 @@ def test_views_share_the_order_of_their_memory() -> None:
     current.wait_stream(side)
     view.record_stream(current)  # type: ignore[arg-type]
     assert view.sum() == 4
-
-
-def test_a_copy_between_devices_waits_for_both() -> None:
-    values = torch.ones(3, device=FIRST)
-    copy = values.to(SECOND)
-    values.add_(copy.add_(1).to(FIRST))
-    assert (copy.tolist(), values.tolist()) == ([2, 2, 2], [3, 3, 3])
-
-
-def test_a_backward_runs_on_the_streams_of_the_forward() -> None:
-    current, side = streams()
-    weight = torch.ones(3, device=SECOND, requires_grad=True)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):  # type: ignore[arg-type]
-        loss = (weight * 2).sum()
-    current.wait_stream(side)
-    loss.record_stream(current)  # type: ignore[arg-type]
-    (loss * 3).backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [6, 6, 6]
 
 
 # Memory
@@ -162,16 +111,6 @@ def test_memory_that_another_stream_uses_is_not_freed() -> None:
     with pytest.raises(RuntimeError, match=r"was freed while stream \d+ of cuda:1 still uses it.*`record_stream`"):
         total + 1
     assert total == 6  # it is reported once
-
-
-def test_recorded_memory_may_be_freed() -> None:
-    current, side = streams()
-    values = made_on(side)
-    current.wait_stream(side)
-    values.record_stream(current)  # type: ignore[arg-type]
-    total = values.sum()
-    del values
-    assert total == 6
 
 
 def test_memory_may_be_freed_when_its_stream_has_waited() -> None:

@@ -54,7 +54,6 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "memory of every step": lambda: {"callbacks": [MemoryLogger(every_n_steps=1)]},
     "progress bar": lambda: {"callbacks": [ProgressBar()], "enable_progress_bar": True},
     "bf16-mixed": lambda: {"precision": "bf16-mixed"},
-    "bf16-true": lambda: {"precision": "bf16-true"},
 }
 
 # Steps in which there is more to do: replicas are made, a network is cut, shares are measured.

@@ -24,7 +24,6 @@ def tensors() -> tuple[Tensor, Tensor]:
         lambda here, there: torch.cat([here, there]),
         lambda here, there: torch.where(here > 0, there, here),
         lambda here, there: functional.mse_loss(here, target=there),
-        lambda here, there: torch.addmm(here, there.unsqueeze(0), torch.ones(3, 3)),
     ],
 )
 def test_mixed_operations_compute_where_the_stage_is(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -33,17 +32,11 @@ def test_mixed_operations_compute_where_the_stage_is(compute: Callable[[Tensor, 
         assert compute(here, there).device == META
 
 
-def test_operations_on_one_device_stay_there() -> None:
-    here, there = tensors()
-    with OperationMoves(META):
-        assert (here + here).device.type == "cpu"
-        assert (there + there).device == META
-
-
-def test_numbers_on_the_cpu_go_anywhere() -> None:
+def test_operations_on_one_device_and_with_numbers_stay_there() -> None:
     _, there = tensors()
     with OperationMoves(torch.device("cpu")):
         assert (there * torch.tensor(2.0)).device == META
+        assert (there + there).device == META
 
 
 @pytest.mark.parametrize(
@@ -51,7 +44,6 @@ def test_numbers_on_the_cpu_go_anywhere() -> None:
     [
         lambda target, other: target.add_(other),
         lambda target, other: target.__setitem__(slice(None), other),
-        lambda target, other: target.__iadd__(other),
         lambda target, other: torch.add(other, other, out=target),
     ],
 )
@@ -83,13 +75,3 @@ def test_a_tensor_is_moved_once_until_it_changes() -> None:
         assert moves.here(there) is there
         moves.go_to(torch.device("cpu"))
         assert moves.here(here) is here
-
-
-def test_gradients_flow_back() -> None:
-    weight = torch.ones(3, device=META, requires_grad=True)
-    source = torch.ones(3, requires_grad=True)
-    with OperationMoves(META):
-        loss = (source * weight).sum()
-    assert loss.device == META
-    (gradient,) = torch.autograd.grad(loss, weight)
-    assert gradient.device == META

@@ -1,6 +1,7 @@
 """Costs of a stack's layers are those of the forward and of the backward that belong to each layer."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,54 @@ from equipoise.extensions.pipeline.graph.call_structure import CallStructure, Ne
 from equipoise.extensions.pipeline.stack import stack_profile
 from equipoise.extensions.pipeline.stack.layer_stack import largest_stack
 from equipoise.extensions.pipeline.stack.stack_profile import StackProfile, profile_stack
+from tests.support.networks.layers import network
 
 LAYERS = 3
+
+
+def between(*, is_checkpointed: bool = False) -> nn.Module:
+    """Layers between two others; if they are checkpointed, the backward computes them again."""
+
+    def forward(self: Any, value: Tensor) -> Tensor:
+        value = self.first(value)
+        for layer in self.layers:
+            value = checkpoint(layer, value, use_reentrant=False) if is_checkpointed else layer(value)
+        return self.last(value)
+
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(LAYERS))
+    return network(forward, first=nn.Linear(2, 4), layers=layers, last=nn.Linear(4, 1))
+
+
+def profile(made: nn.Module, width: int = 2) -> StackProfile:
+    stack = largest_stack(made)
+    assert stack is not None
+    structure = CallStructure((torch.randn(5, width),), {})
+    return profile_stack(stack, NetworkCall(made, made.forward, structure, made, torch.device("cpu")))
+
+
+def test_times_of_the_backward_are_no_times_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes each time the clock is read: once where a layer begins, and once at the end of the forward."""
+    seconds = count()
+    monkeypatch.setattr(stack_profile, "now", lambda device: float(next(seconds)))
+    blocks = profile(between(is_checkpointed=True)).blocks
+    # What comes before the first layer belongs to it, so the clock is not read where that begins.
+    assert [block.forward for block in blocks] == [1.0] * LAYERS
+    assert all(block.backward >= 1.0 for block in blocks)
+
+
+def test_what_lies_around_the_layers_belongs_to_the_first_and_to_the_last() -> None:
+    first, last = 4 * (2 * 4 + 4), 4 * (4 + 1)
+    each = 4 * (4 * 4 + 4)
+    blocks = profile(between()).blocks
+    assert [block.parameters for block in blocks] == [first + each, each, each + last]
+    assert [block.trained for block in blocks] == [block.parameters for block in blocks]
+
+
+def test_checkpointed_layers_save_less() -> None:
+    plain, checkpointed = profile(between()), profile(between(is_checkpointed=True))
+    for index in range(1, LAYERS):
+        assert checkpointed.blocks[index].parameters == plain.blocks[index].parameters
+    assert sum(block.saved for block in checkpointed.blocks) <= sum(block.saved for block in plain.blocks)
 
 
 class Mask(nn.Module):
@@ -25,65 +72,6 @@ class Mask(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return value * self.scale * self.mask
-
-
-class Network(nn.Module):
-    """Layers between two others.
-
-    Args:
-        is_checkpointed: Whether the backward computes the layers again.
-    """
-
-    def __init__(self, is_checkpointed: bool) -> None:
-        super().__init__()
-        self.is_checkpointed = is_checkpointed
-        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(LAYERS))
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = self.first(value)
-        for layer in self.layers:
-            if self.is_checkpointed:
-                value = checkpoint(layer, value, use_reentrant=False)
-            else:
-                value = layer(value)
-        output: Tensor = self.last(value)
-        return output
-
-
-def profile(network: nn.Module, width: int = 2) -> StackProfile:
-    stack = largest_stack(network)
-    assert stack is not None
-    structure = CallStructure((torch.randn(5, width),), {})
-    return profile_stack(stack, NetworkCall(network, network.forward, structure, network, torch.device("cpu")))
-
-
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_times_of_the_backward_are_no_times_of_the_forward(
-    is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second passes each time the clock is read: once where a layer begins, and once at the end of the forward."""
-    seconds = count()
-    monkeypatch.setattr(stack_profile, "now", lambda device: float(next(seconds)))
-    blocks = profile(Network(is_checkpointed)).blocks
-    # What comes before the first layer belongs to it, so the clock is not read where that begins.
-    assert [block.forward for block in blocks] == [1.0] * LAYERS
-    assert all(block.backward >= 1.0 for block in blocks)
-
-
-def test_what_lies_around_the_layers_belongs_to_the_first_and_to_the_last() -> None:
-    first, last = 4 * (2 * 4 + 4), 4 * (4 + 1)
-    each = 4 * (4 * 4 + 4)
-    blocks = profile(Network(False)).blocks
-    assert [block.parameters for block in blocks] == [first + each, each, each + last]
-    assert [block.trained for block in blocks] == [block.parameters for block in blocks]
-
-
-def test_checkpointed_layers_save_less() -> None:
-    plain, checkpointed = profile(Network(False)), profile(Network(True))
-    for index in range(1, LAYERS):
-        assert checkpointed.blocks[index].parameters == plain.blocks[index].parameters
-    assert sum(block.saved for block in checkpointed.blocks) <= sum(block.saved for block in plain.blocks)
 
 
 def test_buffers_are_no_activations() -> None:
