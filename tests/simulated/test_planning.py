@@ -1,5 +1,6 @@
 """Predicted peaks of each device against those of the devices' allocators."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, PipelineStrategy, SingleDeviceStrategy
 from equipoise.extensions.common.planned_devices import PlannedDevice
+from equipoise.extensions.pipeline.schedule.schedule import Schedule
 from equipoise.extensions.planning.comparison import plan_strategies
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
@@ -94,6 +96,56 @@ def test_each_device(name: str, optimizer: str) -> None:
     expected = [device.peak.nbytes for device in plan.devices]
     print(name, optimizer, actual, expected)
     assert expected == pytest.approx(actual, rel=TOLERANCE)
+
+
+# The table of a cut
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(64, 64))
+
+
+def convolution() -> nn.Module:
+    blocks: list[nn.Module] = []
+    for before in (3, *[32] * 7):
+        blocks += [nn.Conv2d(before, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 32))
+
+
+class CutPeaks(Peaks):
+    """The same, with those that the cut predicts."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        self.predicted = list(trainer.connected_strategy._run.network.cut.peaks)
+
+
+# With the shape of what each takes, and where four stages begin; two begin at the middle.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
+    "encoder": (encoder, (4, 32, 64), ["net.0.layers.1", "net.0.layers.3", "net.0.layers.5"]),
+    "convolution": (convolution, (4, 3, 16, 16), ["net.6", "net.12", "net.18"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("encoder", "gpipe"), ("encoder", "interleaved_1f1b"), ("encoder", "interleaved_zero_bubble")),
+        *(("convolution", "1f1b"), ("convolution", "looped_bfs"), ("convolution", "interleaved_zero_bubble")),
+    ],
+)
+def test_the_table_of_a_cut(name: str, schedule: Schedule) -> None:
+    """Of its own measurements, which know of no batch and no loss."""
+    make, (size, *rest), names = NETWORKS[name]
+    before = [torch.cuda.memory_allocated(index) for index in range(2)]
+    cut = names[1:2] if schedule in ("gpipe", "1f1b") else names
+    peaks, strategy = CutPeaks(), PipelineStrategy(micro_batches=8, schedule=schedule, cut_before=cut)
+    trainer = quiet(strategy=strategy, devices=["cpu"] * 2, callbacks=[peaks], precision="32-true", max_steps=3)
+    trainer.fit(Step(make()), DataLoader(torch.randn(24 * size, *rest), 8 * size))  # type: ignore[arg-type]
+    actual = [peak - nbytes for peak, nbytes in zip(peaks.nbytes, before, strict=True)]
+    print(name, schedule, actual, peaks.predicted)
+    assert peaks.predicted == pytest.approx(actual, rel=0.15)
 
 
 def test_auto_reads_the_memory_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

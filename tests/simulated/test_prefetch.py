@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from equipoise import BalancedDataParallelStrategy, OOMRecovery, PipelineStrategy, Strategy
+from equipoise import BalancedDataParallelStrategy, PipelineStrategy, Strategy
 from equipoise.trainer.data import prefetch as prefetching
 from tests.simulated.configurations.saving import Saving
 from tests.simulated.devices.installation import extension
-from tests.simulated.wide import SIZES, Second, Wide
-from tests.support.pipelines import fit as fit_batches
 from tests.support.pipelines import quiet
-
-pytestmark = pytest.mark.filterwarnings(r"ignore:Batch \d of \d+ samples.* ran out of memory")
 
 FEATURES, CLASSES, SAMPLES = 5, 3, 44
 MAIN = 0  # the number of the stream on which devices compute
@@ -205,30 +201,6 @@ def test_a_resumed_run_is_the_same(loader: str, tmp_path: Path) -> None:
     # What the callback has noted before the checkpoint is in it.
     assert_same(whole, resumed)
     assert_same(resumed, train(False, LOADERS[loader], ckpt_path=path, accumulate_grad_batches=2))
-
-
-@pytest.fixture
-def without_limits() -> Iterator[None]:
-    yield
-    for index in range(extension().device_count()):
-        extension().set_limit(index, 0)
-
-
-@pytest.mark.usefixtures("without_limits")
-@pytest.mark.parametrize("strategy", ["single_device", "pipeline"])
-def test_a_step_that_runs_out_of_memory_is_repeated(strategy: str) -> None:
-    def run(*callbacks: L.Callback) -> Any:
-        count = 1 if strategy == "single_device" else 2
-        options: dict[str, Any] = {"strategy": strategy, "devices": ["cpu"] * count, "callbacks": list(callbacks)}
-        return fit_batches(Wide, SIZES, prefetch=True, reads_gradients=False, **options)[0]
-
-    unlimited = Second(0)
-    expected = run(unlimited)
-    recovery = OOMRecovery()
-    module = run(recovery, Second(0, unlimited.needed))
-    assert {event.device for event in recovery.events} == {"cuda:0"}
-    for (name, value), other in zip(expected.named_parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(other, value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 # What changes

@@ -2,7 +2,6 @@
 
 import enum
 from collections import OrderedDict, namedtuple
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,41 +12,14 @@ from equipoise import StepError
 from equipoise.extensions.pipeline.graph.stages import (
     check_exchanged,
     ends_by_placement,
-    make_stages,
     map_tensors,
     map_values,
     may_cut,
 )
-from tests.support.equality import assert_equal
 from tests.support.networks.layers import network as written
-from tests.support.traces import run_stages, traced, values
+from tests.support.traces import traced
 
 Pair = namedtuple("Pair", "one other")
-
-
-def branches(self: Any, x: Tensor, y: Tensor) -> Any:
-    """A skip connection, a tuple, a dictionary, a number, two outputs."""
-    size = x.size(1)
-    hidden = {"a": self.a(x), "n": size}
-    out, (last, _) = self.b(hidden["a"])
-    return {"out": self.c(out) / hidden["n"] + x * self.scale, "last": (last, y)}
-
-
-def test_stages_compute_the_forward_wherever_it_is_cut():
-    torch.manual_seed(0)
-    layers = {"a": nn.Linear(4, 4), "b": nn.LSTM(4, 4, batch_first=True), "c": nn.Linear(4, 4)}
-    network, x, y = (
-        written(branches, scale=nn.Parameter(torch.tensor(2.0)), **layers).double(),
-        values(3, 5, 4),
-        values(2),
-    )
-    made = traced(network, x, y)
-    count, expected = len(made.calls), network(x, y)
-    for number in (1, 2):
-        for ends in combinations(range(1, count), number):
-            output = run_stages(make_stages(made, [*ends, count]), (x, y))
-            assert_equal(expected, output)
-            assert output["last"][1] is y
 
 
 def test_one_may_not_cut_before_what_is_changed_in_place_nor_before_its_views():
