@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import PipelineStrategy, Trainer
+from equipoise.extensions.pipeline.schedule.schedule import Schedule, actions_of
 from equipoise.precision import Precision
 from equipoise.tree import tensors_in
 from tests.support.batches import SIZES, VOCABULARY
@@ -24,6 +25,7 @@ __all__ = [
     "Tokens",
     "assert_as_on_one_device",
     "assert_same",
+    "assert_timeline",
     "fit",
     "pipelined",
     "processes",
@@ -157,6 +159,14 @@ def assert_as_on_one_device(
     run = fit(make, **plan, **options)
     assert_same(on_one_device(make, **options), run, tolerance)
     return run
+
+
+def assert_timeline(timeline: Any, schedule: Schedule, devices: int, micro_batches: int, each: int) -> None:
+    """Assert that a step has computed what a schedule says, with as many stages on each device."""
+    assert (timeline.devices, timeline.stages) == (devices, devices * each)
+    for device in range(devices):
+        own = [(span.stage, span.action) for span in timeline.spans if span.stage % devices == device]
+        assert own == actions_of(schedule, device, devices, micro_batches, each)
 
 
 class EachStep(L.Callback):

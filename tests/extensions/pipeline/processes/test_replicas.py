@@ -164,11 +164,8 @@ class Normalised(Branching):
     """Has running statistics in both stages, and replaces a buffer in the step."""
 
     def __init__(self) -> None:
-        super().__init__(
-            lambda: nn.Sequential(
-                nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
-            )
-        )
+        parts = (nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        super().__init__(lambda: nn.Sequential(*parts))
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
         self.seen: list[list[dict[str, Tensor]]] = []
 
@@ -176,15 +173,11 @@ class Normalised(Branching):
         self.total = self.total + batch[0].sum()
         return super().training_step(batch, batch_idx)
 
-    def on_validation_epoch_start(self) -> None:
-        self.gather()
-
-    def on_train_end(self) -> None:
-        self.gather()
-
     def gather(self) -> None:
         buffers = {name: value.clone() for name, value in self.trainer.strategy.module_state(self).items()}
         self.seen.append(self.trainer.strategy.gather_objects(buffers))
+
+    on_validation_epoch_start = on_train_end = gather
 
 
 @pytest.mark.thorough

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import PipelineStrategy
-from equipoise.extensions.pipeline.schedule.schedule import actions_of
 from tests.extensions.pipeline.strategy import networks
 from tests.support.batches import CLASSES, SIZES, VOCABULARY, Batches
 from tests.support.equality import assert_equal
@@ -23,6 +22,7 @@ from tests.support.pipelines import (
     Tokens,
     assert_as_on_one_device,
     assert_same,
+    assert_timeline,
     fit,
     pipelined,
     processes,
@@ -52,10 +52,7 @@ def test_gradients_are_those_of_one_device_with_each_schedule(plan, micro_batche
     options = {"micro_batches": micro_batches, "stages_per_device": each, "threads": threads}
     run = assert_as_on_one_device(Tokens, pipelined(devices, schedule=schedule, **options), val=(4, 3))
     timeline = run.trainer.connected_strategy.timeline
-    last = min(micro_batches, SIZES[-1])
-    for device in range(devices):
-        own = [(span.stage, span.action) for span in timeline.spans if span.stage % devices == device]
-        assert own == actions_of(schedule, device, devices, last, each)
+    assert_timeline(timeline, schedule, devices, min(micro_batches, SIZES[-1]), each)
 
 
 # Networks

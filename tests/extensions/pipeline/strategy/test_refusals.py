@@ -25,13 +25,9 @@ LOOP = {"schedule": "interleaved_1f1b"}
     ("options", "told"),
     [
         ({"micro_batches": 0}, "micro_batches must be an integer of at least 1, not 0"),
-        ({"micro_batches": "x"}, "micro_batches must be an integer of at least 1, not 'x'"),
-        ({"micro_batches": 2.5}, "micro_batches must be an integer of at least 1, not 2.5"),
         ({"micro_batches": True}, "micro_batches must be an integer of at least 1, not True"),
         ({"cut_before": "net.2"}, "cut_before takes a list of names"),
-        ({"cut_before": [2]}, "cut_before takes a list of names"),
         ({"speeds": [1, 0]}, "speeds are numbers above 0"),
-        ({"speeds": [1, "x"]}, "speeds are numbers above 0"),
         ({"speeds": [1, float("nan")]}, "speeds are numbers above 0"),
         ({"speeds": 2}, "speeds are numbers above 0"),
         ({"engine": "process"}, "engine must be 'threads' or 'processes', not 'process'"),
