@@ -44,6 +44,7 @@ def test_operations_on_one_device_and_with_numbers_stay_there() -> None:
     [
         lambda target, other: target.add_(other),
         lambda target, other: target.__setitem__(slice(None), other),
+        lambda target, other: target.__iadd__(other),
         lambda target, other: torch.add(other, other, out=target),
     ],
 )
