@@ -1,4 +1,4 @@
-"""Whether stages compute in threads of their own."""
+"""Threads in which stages compute: where there are some by default."""
 
 import torch
 
