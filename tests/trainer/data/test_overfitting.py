@@ -101,8 +101,6 @@ def test_overfitting_calls_the_optional_methods_of_a_batch_sampler() -> None:
     read: Any = loaders_of(DataLoader(data, batch_sampler=Checking()), 2, overfit=True).flat[0].batch_sampler
     assert checked == [data]
     assert read.planned_batches() == [([0, 1], None)]
-    read = loaders_of(DataLoader(data, batch_sampler=Ordered()), 2, overfit=True).flat[0].batch_sampler
-    assert not hasattr(read, "planned_batches")
 
 
 def test_overfitting_warns_that_it_does_not_shuffle() -> None:

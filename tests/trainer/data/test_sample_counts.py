@@ -133,23 +133,6 @@ def test_a_stream_of_batches_without_sizes_warns(strategy: str, devices: int, wo
         fitted(strategy, devices, loader, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_counting_samples_leaves_the_loader_as_it_was(workers: int) -> None:
-    persistent = workers > 0
-    loader = DataLoader(range(7), batch_size=2, num_workers=workers, persistent_workers=persistent)  # type: ignore[arg-type]
-    sampler, counts = loader.batch_sampler, SampleCounts()
-    batches = counts.opened(loader)
-    assert loader.batch_sampler is sampler
-    assert next(batches).tolist() == [0, 1]
-    assert counts.of(0) == 2
-    assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6]]
-    # Another pass, of which others know nothing.
-    later = SampleCounts()
-    assert len(list(later.opened(loader))) == 4
-    for each in (counts, later):
-        assert [each.of(index) for index in range(5)] == [2, 2, 2, 1, None]
-
-
 class Logging(Mean):
     """Logs the means of one number of each sample, whatever its batch looks like."""
 
@@ -171,7 +154,7 @@ def of_graphs(numbers: list[float]) -> dict[str, Any]:
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("strategy", "devices", "workers"),
-    [("single_device", 1, 0), ("single_device", 1, 1), ("ddp", 2, 1), ("virtual", 2, 0)],
+    [("single_device", 1, 1), ("ddp", 2, 1), ("virtual", 2, 0)],
 )
 def test_means_over_an_epoch_weigh_batches_by_the_samples_that_were_drawn(
     strategy: str, devices: int, workers: int
@@ -201,16 +184,6 @@ def test_a_loader_of_training_and_validation_counts_for_both() -> None:
     assert run.callback_metrics["train"] == pytest.approx(3, rel=1e-12)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_packed_sequence_knows_how_many_sequences_it_holds(count: int) -> None:
-    from equipoise.parallel.batches.splitting import holds_samples, infer_batch_size
-
-    batch = packed(Sequences(count).samples)
-    assert infer_batch_size(batch) == infer_batch_size((batch, torch.zeros(count))) == count
-    assert infer_batch_size((batch, torch.zeros(count + 1))) is None
-    assert holds_samples(batch)
-
-
 def test_a_loader_that_asks_its_batch_sampler_for_more() -> None:
     """A pass of a derived loader begins in its own `__iter__`, during which its batch sampler is another."""
 
@@ -226,6 +199,8 @@ def test_a_loader_that_asks_its_batch_sampler_for_more() -> None:
             return super().__iter__()
 
     sampler = Passes()
-    counts = SampleCounts()
-    assert len(list(counts.opened(Loader(range(10), batch_sampler=sampler)))) == 4
+    counts, loader = SampleCounts(), Loader(range(10), batch_sampler=sampler)
+    batches = counts.opened(loader)
+    assert loader.batch_sampler is sampler
+    assert len(list(batches)) == 4
     assert (sampler.passes, counts.of(2)) == (1, 4)
