@@ -72,13 +72,10 @@ class Second(First): ...
 
 
 MERGES: dict[str, tuple[list[Any], list[Any]]] = {
-    "none": ([First(), EarlyStopping("x")], []),
-    "another": ([First()], [EarlyStopping("x")]),
     "the same class": ([First(), EarlyStopping("x")], [EarlyStopping("y")]),
     "a subclass": ([First(), EarlyStopping("x")], [Second()]),
     "a base class": ([Second()], [First()]),
     "a checkpoint": ([ModelCheckpoint(), First()], [ModelCheckpoint("z"), Second()]),
-    "twice": ([First(), First()], [First()]),
 }
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from equipoise.precision import make_precision
-from equipoise.trainer.settings.precision import module_init_context, select_plugins, set_torch_flags
+from equipoise.trainer.settings.precision import module_init_context, set_torch_flags
 from tests.support.trainer_runs import trainer
 
 
@@ -31,7 +30,6 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (None, None, (False, False, True)),
         (True, None, (True, False, False)),
         ("warn", None, (True, True, False)),
-        (False, None, (False, False, True)),
         (True, True, (True, False, True)),
         (None, False, (False, False, False)),
     ],
@@ -49,15 +47,6 @@ def test_a_cublas_workspace_that_was_set_is_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     trainer(deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-def test_a_checkpoint_io_among_the_plugins_is_found() -> None:
-    plugin = AsyncCheckpointIO()
-    for plugins in (plugin, [plugin], (plugin,)):
-        assert select_plugins(plugins).checkpoint_io is plugin
-    assert plugin.checkpoint_io is not None
-    for nothing in (None, []):
-        assert select_plugins(nothing).checkpoint_io is None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])

@@ -27,7 +27,7 @@ def test_a_derived_finder_is_refused(finder: type[Callback]) -> None:
     refuses(lambda: trainer(callbacks=[finder()]), finder.__name__, "is derived from", f"pass a {base} itself")
 
 
-@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("entry", ["fit", "predict"])
 def test_a_derived_finder_that_was_added_later_is_refused(entry: str) -> None:
     run = trainer()
     run.callbacks.append(OfTests())
@@ -48,7 +48,7 @@ def test_a_finder_of_configure_callbacks_is_refused(finder: type[Callback]) -> N
     refuses_fit(module, "configure_callbacks", finder.__name__, "Trainer(callbacks=...)")
 
 
-@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+@pytest.mark.parametrize("method", ["validate", "predict"])
 def test_a_search_for_an_evaluation_is_refused(method: str) -> None:
     module = Small()
     module.batch_size = 2
