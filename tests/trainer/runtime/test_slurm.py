@@ -2,10 +2,10 @@
 
 import os
 import signal
+import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import lightning as L
@@ -23,46 +23,38 @@ from tests.support.programs import Program
 from tests.support.trainer_runs import Small, Validated, loader, trainer
 
 
-class Waiting(L.LightningModule):
-    """Rank 0 says in its third batch that it is there, rank 1 in its fifth; each continues when it was signalled.
+class Interrupted(L.LightningModule):
+    """Sends SIGUSR1 in the third batch of rank 0 and in the fifth of rank 1, unless it came; each waits until it came.
 
     Args:
-        folder: Where it says so, in pipes that are there. None: nobody signals, and nothing is said.
+        pid: The process that receives it; 0: the own one. None: no signal is sent.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, pid: int | None) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.folder = folder
+        self.pid = pid
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.folder is not None and self.trainer.progress.batch.total.ready == 3 + 2 * self.global_rank:
-            self.wait_for_signal(self.folder / f"ready.{self.global_rank}")
+        if self.pid is not None and self.trainer.progress.batch.total.ready == 3 + 2 * self.global_rank:
+            if not self.trainer.received_sigterm:
+                os.kill(self.pid or os.getpid(), signal.SIGUSR1)
+            while not self.trainer.received_sigterm:
+                time.sleep(0.01)
         return self.net(batch[0]).square().mean()
-
-    def wait_for_signal(self, ready: Path) -> None:
-        woken, wake = os.pipe()
-        os.set_blocking(wake, False)
-        before = signal.set_wakeup_fd(wake)
-        ready.write_text("ready")
-        while not self.trainer.received_sigterm:
-            os.read(woken, 1)
-        signal.set_wakeup_fd(before)
-        os.close(woken)
-        os.close(wake)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def train(folder: Path, *, waits: bool = False, **options: Any) -> Path | None:
+def train(folder: Path, *, pid: int | None = None, **options: Any) -> Path | None:
     """Train in each task; the first process of all writes weights and steps into the folder.
 
     Returns:
         The checkpoint from which it continued.
     """
     torch.manual_seed(0)
-    module, data = Waiting(folder if waits else None), TensorDataset(torch.randn(24, 3))
+    module, data = Interrupted(pid), TensorDataset(torch.randn(24, 3))
     run = trainer(max_epochs=2, precision="64-true", default_root_dir=folder, **options)
     run.fit(module, DataLoader(data, batch_size=2, shuffle=True))
     if run.is_global_zero:
@@ -92,8 +84,6 @@ class Job:
         program.parent.mkdir(parents=True)
         program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
         program.chmod(0o755)
-        for rank in range(2):
-            os.mkfifo(folder / f"ready.{rank}")
 
     def environment(self, rank: int, *, restarts: int, port: int = 0) -> dict[str, str]:
         """Return the variables that Slurm and the machine set for a task."""
@@ -109,24 +99,18 @@ class Job:
             "MASTER_PORT": str(port),
         }
 
-    def run(self, number: signal.Signals | None = None, *, restarts: int = 0) -> set[int | None]:
-        """Runs all tasks, and sends each of them a signal once it waits, if one is given; returns their exit codes."""
-        script = f"from pathlib import Path\nfrom {__name__} import train\n"
-        script += f"train(Path({str(self.folder)!r}), waits={number is not None})\n"
+    def run(self, pid: int | None = None, *, restarts: int = 0) -> set[int | None]:
+        """Runs all tasks, and returns their exit codes."""
+        call = f"train(Path({str(self.folder)!r}), pid={pid})"
+        script = f"from pathlib import Path\nfrom {__name__} import train\n{call}\n"
         port = unused_port()
         with ExitStack() as stack:
             programs = []
             for rank in range(self.tasks):
                 own = {**os.environ, **self.environment(rank, restarts=restarts, port=port)}
                 programs.append(stack.enter_context(Program(script, environment=own)))
-            for rank, program in enumerate(programs if number is not None else []):
-                self.await_rank(rank)
-                program.send_signal(number)
             print(*(program.finish()[1] for program in programs), sep="\n")
             return {program.returncode for program in programs}
-
-    def await_rank(self, rank: int) -> None:
-        assert (self.folder / f"ready.{rank}").read_text() == "ready"
 
     @property
     def queued(self) -> str:
@@ -139,22 +123,13 @@ class Job:
 def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tmp_path: Path, tasks: int) -> None:
     expected = undisturbed(tmp_path / "undisturbed", strategy="ddp" if tasks > 1 else "auto", devices=tasks)
     job = Job(tmp_path / "job", tasks)
-    assert job.run(signal.SIGUSR1) == {os.EX_TEMPFAIL}
+    assert job.run(pid=0) == {os.EX_TEMPFAIL}
     assert job.queued == "requeue 77\n"
     assert job.checkpoint.is_file()
     assert not (job.folder / "weights.pt").exists()
     assert job.run(restarts=1) == {0}
     assert result(job.folder) == expected
     assert not job.checkpoint.exists()
-
-
-@pytest.mark.thorough
-def test_tasks_that_receive_sigterm_at_different_times_end_after_the_same_batch(tmp_path: Path) -> None:
-    job = Job(tmp_path, tasks=2)
-    assert job.run(signal.SIGTERM) == {0}
-    assert not job.queued
-    assert torch.load(job.checkpoint, weights_only=True)["global_step"] >= 5
-    assert not (tmp_path / "weights.pt").exists()
 
 
 @pytest.mark.thorough
@@ -172,20 +147,11 @@ def test_processes_of_the_trainer_end_after_the_same_batch(
     options = {"strategy": strategy, "devices": 2}
     expected = undisturbed(tmp_path / "undisturbed", **options)
     job = Job(tmp_path / "job")
-
-    def interrupt() -> None:
-        job.await_rank(0)  # the other one comes to its fifth batch only after this
-        os.kill(os.getpid(), signal.SIGUSR1)
-        job.await_rank(1)
-
     for name, value in job.environment(0, restarts=0).items():
         monkeypatch.setenv(name, value)
     start_program_again(monkeypatch)
-    interrupting = Thread(target=interrupt)
-    interrupting.start()
     with pytest.raises(SIGTERMException) as ended:
-        train(job.folder, waits=True, **options)
-    interrupting.join()
+        train(job.folder, pid=os.getpid(), **options)
     assert ended.value.code == os.EX_TEMPFAIL
     assert job.queued == "requeue 77\n"
     assert job.checkpoint.is_dir() == (strategy != "ddp")
