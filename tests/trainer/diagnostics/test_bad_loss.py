@@ -16,27 +16,14 @@ from tests.support.trainer_runs import Small, loader, refuses, trainer, with_ste
 
 LOSSES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "a vector": (lambda m, batch: m.layer(batch[0]), ["must be a scalar", "shape [2, 1]", ".mean()"]),
-    "an empty tensor": (lambda m, batch: m.layer(batch[0])[:0], ["must be a scalar", "shape [0, 1]"]),
     "detached": (lambda m, batch: m.loss(batch).detach(), ["no graph", "detached", "torch.no_grad()"]),
-    "an integer tensor": (lambda m, batch: torch.tensor(1), ["no graph"]),
     "a number": (lambda m, batch: m.loss(batch).item(), ["must return a tensor", "not float"]),
-    "an array": (lambda m, batch: np.ones(1), ["must return a tensor", "not ndarray"]),
-    "a name": (lambda m, batch: "loss", ["must return a tensor", "not str"]),
     "a list": (lambda m, batch: [m.loss(batch)], ["must return a tensor", "the key 'loss'", "not list"]),
-    "a tuple": (lambda m, batch: (m.loss(batch), 1), ["must return a tensor", "not tuple"]),
     "no loss": (lambda m, batch: {"los": m.loss(batch)}, ["without 'loss'", "['los']", "None to skip"]),
-    "loss None": (lambda m, batch: {"loss": None}, ["without 'loss'", "['loss']"]),
     "loss a number": (lambda m, batch: {"loss": 0.5}, ["as a tensor", "0.5 of type float"]),
     "loss detached": (lambda m, batch: {"loss": m.loss(batch).detach()}, ["no graph"]),
-    "loss a vector": (lambda m, batch: {"loss": m.layer(batch[0])}, ["must be a scalar"]),
 }
-
-
-WITH_OPTIONS = [
-    (name, option)
-    for name in ("a vector", "detached", "no loss", "loss a number")
-    for option in ({"accumulate_grad_batches": 2}, {"precision": "16-mixed"})
-]
+WITH_OPTIONS = [("a vector", {"accumulate_grad_batches": 2}), ("no loss", {"precision": "16-mixed"})]
 
 
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in LOSSES), *WITH_OPTIONS])
@@ -64,7 +51,7 @@ def test_a_loss_weight_that_is_no_number_from_0(weight: Any, shown: str) -> None
     refuses(lambda: run.fit(module, loader()), "'loss_weight'", "a number from 0", f"not {shown}", error=StepError)
 
 
-@pytest.mark.parametrize("size", [-1, 2.5, None, "two"])
+@pytest.mark.parametrize("size", [-1, 2.5, "two"])
 def test_a_batch_size_that_is_no_number_of_samples(size: Any) -> None:
     module = Small()
     module.batch_size = lambda batch: size
@@ -92,13 +79,6 @@ def test_a_closure_that_is_not_called_is_an_error() -> None:
     module = type("Module", (Small,), {"optimizer_step": lambda self, *args: None})()
     with pytest.raises(MisconfigurationException, match=r"`optimizer_step` did not run its closure.*optimizer_closure"):
         trainer().fit(module, loader())
-
-
-def test_any_other_error_of_a_step_is_left_as_it_is() -> None:
-    module = with_step(lambda m, batch: m.layer(batch[0][:, :1]).mean())
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        trainer().fit(module, loader())
-    assert type(caught.value) is RuntimeError
 
 
 # Devices that differ: the meta device stands for any other
@@ -151,7 +131,7 @@ def test_tensors_on_different_devices_are_named(kind: str, entry: str, parts: li
 # What is logged
 
 
-@pytest.mark.parametrize("value", ["0.5", None, [1.0], np.ones(1)], ids=repr)
+@pytest.mark.parametrize("value", ["0.5", np.ones(1)], ids=repr)
 def test_a_logged_value_is_a_number(value: Any) -> None:
     module = with_step(lambda m, batch: m.log("value", value))
     refuses(

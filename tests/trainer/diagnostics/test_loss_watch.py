@@ -30,26 +30,20 @@ class Poisoned(L.LightningModule):
     def __init__(self, where: str | None, at: int = 2, value: float = math.nan) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
-        self.spoil = Spoil()
-        self.head = nn.Linear(4, 1)
-        self.where = where
-        self.at = at
-        self.value = value
+        self.spoil, self.head = Spoil(), nn.Linear(4, 1)
+        self.where, self.at, self.value = where, at, value
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        bad = batch_idx == self.at and self.trainer.current_epoch == 0
-        if bad and self.where == "batch":
+        def bad(where: str) -> float:
+            is_now = batch_idx == self.at and self.trainer.current_epoch == 0
+            return self.value if is_now and where == self.where else 0.0
+
+        if bad("batch"):
             batch[0, 0] = self.value
-        if bad and self.where == "parameter":
-            self.head.bias.data.fill_(self.value)
-        self.spoil.value = self.value if bad and self.where == "layer" else 0.0
-        hidden = self.spoil(self.encoder(batch))
-        if bad and self.where == "between":
-            hidden = hidden + self.value
-        loss = self.head(hidden).square().mean()
-        if bad and self.where == "loss":
-            loss = loss + self.value
-        return loss
+        self.head.bias.data += bad("parameter")
+        self.spoil.value = bad("layer")
+        hidden = self.spoil(self.encoder(batch)) + bad("between")
+        return self.head(hidden).square().mean() + bad("loss")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -124,7 +118,7 @@ class Failing(Poisoned):
 def test_no_hook_stays_behind() -> None:
     hooks = nn.modules.module._global_forward_hooks
     before = dict(hooks)
-    reports(Poisoned(None), detect_nonfinite=True)
+    assert not reports(Poisoned(None), detect_nonfinite=True)
     assert dict(hooks) == before
 
     with pytest.raises(KeyError, match="on purpose"):
@@ -135,11 +129,6 @@ def test_no_hook_stays_behind() -> None:
 def test_nothing_is_reported_where_the_loss_is_not_looked_at() -> None:
     assert not reports(Poisoned("loss"), detect_nonfinite=False)
     assert not reports(Poisoned("loss"), barebones=True)
-
-
-def test_finite_losses_are_not_reported() -> None:
-    assert not reports(Poisoned(None))
-    assert not reports(Poisoned(None), detect_nonfinite=True)
 
 
 @pytest.fixture
@@ -215,7 +204,7 @@ def test_a_step_that_returns_none_in_a_long_epoch() -> None:
     assert at == list(range(10))
 
 
-@pytest.mark.parametrize(("skipped", "window"), [((1, 2, 3), 1), ((0, 2), 2), ((), 1), ((0,), 1), ((0, 1), 2)])
+@pytest.mark.parametrize(("skipped", "window"), [((1, 2, 3), 1), ((0,), 1), ((0, 1), 2)])
 def test_steps_that_return_none_now_and_then_are_not_reported(skipped: tuple[int, ...], window: int) -> None:
     assert not reports(Skips(*skipped), accumulate_grad_batches=window)
 

