@@ -37,11 +37,9 @@ def test_a_value_that_hides_that_of_another_hook_is_named(when: dict[str, bool])
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (("training_step", "a", STEP), ("on_train_epoch_end", "a", EPOCH)),
         (("training_step", "a", BOTH), ("on_train_epoch_end", "a", EPOCH)),
         (("training_step", "a", EPOCH), ("on_train_batch_end", "b", EPOCH)),
         (("training_step", "step", STEP), ("on_train_batch_end", "step", STEP)),
-        (("training_step", "a", EPOCH), ("training_step", "a", EPOCH)),
     ],
 )
 def test_values_that_hide_no_other_give_no_warning(first: Call, second: Call) -> None:

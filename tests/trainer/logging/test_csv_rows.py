@@ -43,12 +43,6 @@ def assert_complete(place: Path | str) -> None:
     assert all(column("loss", place))
 
 
-def test_a_new_column_keeps_all_rows(tmp_path: Path) -> None:
-    fit(tmp_path)
-    assert_complete(tmp_path / "metrics.csv")
-    assert not list(tmp_path.glob("*.part"))
-
-
 def test_a_file_with_a_new_column_replaces_the_old_one_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +57,8 @@ def test_a_file_with_a_new_column_replaces_the_old_one_atomically(
     monkeypatch.setattr(os, "replace", watched)
     fit(tmp_path)
     assert steps == [["0", "1", "2"]] * 2
+    assert_complete(tmp_path / "metrics.csv")
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_rows_keep_their_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

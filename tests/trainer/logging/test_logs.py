@@ -55,36 +55,7 @@ def test_values_of_one_name_in_two_hooks_are_apart() -> None:
     assert plain(logs.metrics()) == {"x": 2.0}
 
 
-def test_the_size_of_a_batch_is_computed_once() -> None:
-    batches: list[Any] = []
-    logs = Logs()
-    logs.connect_run(lambda batch, drawn: batches.append(batch) or 2)
-    logs.enter(Collection(training=True))
-    logs.begin_batch("first")
-    both(logs, "a", 1.0)
-    both(logs, "b", 1.0)
-    log(logs, "c", 1.0, on_step=True, on_epoch=False)
-    logs.end_batch()
-    assert batches == ["first"]
-
-
 # Values
-
-
-def test_values_that_callbacks_read_are_computed_when_read() -> None:
-    class Counting(Collection):
-        reads = 0
-
-        def values_of_step(self, dataloader_idx: int | None) -> Any:
-            self.reads += 1
-            return super().values_of_step(dataloader_idx)
-
-    logs, counting = logs_of(), Counting(training=True)
-    logs.enter(counting)
-    run(logs, [(1.0, 1), (2.0, 1), (3.0, 1)])
-    assert counting.reads == 0
-    assert plain(logs.callback_metrics)["loss_step"] == plain(logs.callback_metrics)["loss"] == 3.0
-    assert counting.reads == 1
 
 
 class Square(MeanMetric):
@@ -217,29 +188,6 @@ def test_values_of_an_epoch_are_reduced_over_processes_with_means_weighted_by_sa
     assert set(logs.callback_metrics) >= {"loss", "loss_epoch"}
 
 
-def test_a_value_of_the_epochs_end_is_read_without_the_others_and_shared_later() -> None:
-    """A hook of the main process may print what it has logged."""
-    peers = Peers([[]], [[]])
-    logs = logs_of(reduction=peers.reduction())
-    logs.end_batches()
-    log(logs, "x", 1.0, hook="on_train_epoch_end", on_step=False, on_epoch=True)
-    assert plain(logs.callback_metrics) == {"x": 1.0}
-    assert len(peers.sent) == 1
-    (report,) = peers.reports[0]
-    report.append(
-        {**logs.collection.entries["on_train_epoch_end", "x", None].state_dict({}), "total": torch.tensor(3.0)}
-    )
-    logs.share_values()
-    assert plain(logs.metrics()) == {"x": 2.0}
-
-
-def test_a_value_that_the_main_process_alone_logs_is_known_to_all() -> None:
-    reports = [report_of(ELSEWHERE, rank_zero_only=True)]
-    logs = logs_of(reduction=Peers(reports).reduction())
-    logs.end_batches()
-    assert plain(logs.callback_metrics) == {"loss": 10.0, "loss_step": 10.0, "loss_epoch": 10.0}
-
-
 def test_a_value_of_rank_zero_only_stays_in_its_process() -> None:
     reports = [report_of(ELSEWHERE, rank_zero_only=True)]
     logs = logs_of(reduction=Peers(reports).reduction())
@@ -252,28 +200,9 @@ def with_metric() -> nn.Module:
     return nn.ModuleDict({"mean": MeanMetric()})
 
 
-def test_a_metric_is_known_by_its_name_in_the_module() -> None:
-    sender = with_metric()
-    peers = Peers([])
-    logs = logs_of(reduction=peers.reduction(sender))
-    logs.begin_batch([0])
-    sender["mean"].update(4.0)  # type: ignore[index]
-    log(logs, "mean", sender["mean"], on_step=False, on_epoch=True)  # type: ignore[index]
-    logs.end_batch()
-    logs.end_batches()
-    # A process without a batch computes its metric, too: torchmetrics exchanges states in it.
-    receiver = with_metric()
-    there = logs_of(reduction=Peers([peers.sent[0]]).reduction(receiver))
-    there.end_batches()
-    assert list(there.callback_metrics) == ["mean"]
-
-
-@pytest.mark.parametrize("captures", [False, True])
-def test_a_metric_that_the_module_has_not_is_refused(captures: bool) -> None:
+def test_a_metric_that_the_module_has_not_is_refused() -> None:
     logs, module = logs_of(), with_metric()
     logs.begin_batch([0])
-    if captures:
-        logs.captures.begin()
     arguments = tuple(LogOptions())
     logs.add("training_step", "known", module["mean"], arguments, None, module)  # type: ignore[index]
     with pytest.raises(MisconfigurationException, match="logged as 'mean' is no attribute of the module"):
@@ -301,26 +230,3 @@ def test_callbacks_read_their_own_value_of_a_step_until_loggers_receive_the_redu
     assert plain(logs.callback_metrics)["loss_step"] == 2.0
     assert plain(logs.step_metrics()) == {"loss_step": 4.0}
     assert plain(logs.callback_metrics)["loss_step"] == 4.0
-
-
-def test_a_step_without_a_batch_shows_the_value_of_the_others() -> None:
-    peers = Peers([{KEY: torch.tensor(6.0)}], [{}])
-    logs = logs_of(reduction=peers.reduction())
-    run(logs, [(2.0, 1)], sync_dist=True)
-    logs.begin_batch(None)
-    logs.forget_steps()
-    logs.end_batch()
-    assert plain(logs.step_metrics()) == {"loss_step": 6.0}
-    logs.forget_steps()
-    assert logs.step_metrics() == {}
-    assert peers.sent == [{}, {}]
-
-
-def test_a_run_ends_its_connection_to_other_processes() -> None:
-    peers = Peers()
-    logs = logs_of(reduction=peers.reduction())
-    logs.close(failed=False)
-    logs.enter(Collection(training=True))
-    run(logs, HERE)
-    logs.end_batches()
-    assert peers.sent == []
