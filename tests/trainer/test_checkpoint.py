@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import lightning as L
 import pytest
 import torch
@@ -136,8 +135,8 @@ def test_the_state_of_a_data_module_is_saved_and_loaded(tmp_path: Path) -> None:
     again = Stateful()
     trainer(max_epochs=2).fit(Small(), datamodule=again, ckpt_path=tmp_path / "x.ckpt")
     assert again.epochs == 7
-    again = Stateful.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False)
-    assert again.hparams == {"folder": Path("data")}
+    loaded = Stateful.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False)
+    assert loaded.hparams == {"folder": Path("data")}
 
 
 # Plugins and far-away places
@@ -205,38 +204,6 @@ def test_checkpoints_at_an_address_that_only_fsspec_knows(memory_files: Any) -> 
     assert again.global_step == 9
     with pytest.raises(CheckpointError, match=r"'memory://run/kept/gone\.ckpt'"):
         load_checkpoint("memory://run/kept/gone.ckpt")
-
-
-def test_a_checkpoint_at_a_file_url(tmp_path: Path) -> None:
-    run = trainer()
-    run.fit(Small(), loader())
-    run.save_checkpoint(f"file://{tmp_path}/x.ckpt")
-    assert load_checkpoint(f"file://{tmp_path}/x.ckpt")["epoch"] == read(tmp_path / "x.ckpt")["epoch"] == 1
-
-
-class MakesFolder:
-    """An object whose creation makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.makedirs, (str(self.path), 0o777, True)
-
-
-def test_code_in_a_file_from_a_url_runs_only_with_weights_only_false(memory_files: Any, tmp_path: Path) -> None:
-    run = trainer()
-    run.fit(Small(), loader())
-    run.save_checkpoint(tmp_path / "x.ckpt")
-    made, url = tmp_path / "made", "memory://run/x.ckpt"
-    with fsspec.open(url, "wb") as file:
-        torch.save({**read(tmp_path / "x.ckpt"), "extra": MakesFolder(made)}, file)
-    with pytest.warns(UserWarning, match=r"'extra' \(os\.makedirs\)"):
-        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=url)
-    assert not made.exists()
-    with pytest.warns(UserWarning, match="weights_only=False: the code"):
-        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=url, weights_only=False)
-    assert made.exists()
 
 
 # Which one
@@ -339,7 +306,7 @@ def test_a_fit_beside_on_exception_checkpoint_begins_anew_and_last_continues(
     assert again.global_step == 6
 
 
-@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_fit_start", "on_train_start"])
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_train_start"])
 def test_a_checkpoint_of_a_run_that_fails_before_it_begins(tmp_path: Path, hook: str) -> None:
     """Saving then must not hide what went wrong."""
 

@@ -1,10 +1,10 @@
 """Steps before a run that need no run: what a subclass overrides, and `prepare_data` in one process of each machine."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -12,10 +12,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from equipoise import Trainer
-from equipoise.parallel.communication.processes import Processes
 from equipoise.trainer.preparation import _prepare_data, begin_run
 from equipoise.trainer.runtime.request import Request
-from tests.support.trainer_runs import Small, Validated, loader, trainer
+from tests.support.trainer_runs import Small, Validated, loader, trainer, with_step
 
 
 class Prepares(Small):
@@ -37,14 +36,10 @@ def test_a_subclass_may_save_checkpoints_in_its_own_way(monkeypatch: pytest.Monk
         def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
             self.saved = filepath
 
-    run = trainer(Mine)
-    begin_run(run.parts, Request(TrainerFn.FITTING, Small()))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    run.parts.state.begin(TrainerFn.FITTING)
-    run.parts.state.training = True
+    run = trainer(Mine)
     with pytest.raises(SIGTERMException):
-        run.parts.fit_loop.stopping.end_on_signal()
+        run.fit(with_step(lambda module, batch: signal.raise_signal(signal.SIGTERM)), loader())
     assert run.saved.name == "slurm-7.ckpt"
 
 
@@ -116,13 +111,3 @@ def test_data_are_prepared_once_per_machine_or_once(
     _prepare_data(processes, hooks)  # type: ignore[arg-type]
     assert module.prepared == times
     assert waits == ["prepare_data"]
-
-
-def test_the_data_module_prepares_before_the_module() -> None:
-    order: list[str] = []
-    module, datamodule = Small(), L.LightningDataModule()
-    module.prepare_data = lambda: order.append("module")
-    datamodule.prepare_data = lambda: order.append("data module")
-    hooks, _ = begin_run(trainer(Trainer).parts, Request(TrainerFn.FITTING, module, datamodule=datamodule))
-    _prepare_data(Processes(), hooks)
-    assert order == ["data module", "module"]

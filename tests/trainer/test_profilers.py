@@ -14,7 +14,6 @@ from equipoise import Trainer
 from tests.support.trainer_runs import Data, Small, Validated, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule`")
-BOTH = pytest.mark.parametrize("cls", [L.Trainer, Trainer], ids=["lightning", "ours"])
 
 
 def overriding(base: type, names: list[str]) -> type:
@@ -97,10 +96,9 @@ def test_steps_of_replicas_are_not_timed(tmp_path: Path) -> None:
     assert len(profiler.recorded_durations["[Strategy]DataParallelStrategy.training_step"]) == 3
 
 
-@BOTH
-def test_a_profiler_reports_each_kind_of_run(cls: Any, tmp_path: Path) -> None:
+def test_a_profiler_reports_each_kind_of_run(tmp_path: Path) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path, filename="report")
-    everything(trainer(cls, profiler=profiler), Validated(), Data(), tmp_path)
+    everything(trainer(profiler=profiler), Validated(), Data(), tmp_path)
     reports = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
     assert set(reports) == {"fit-report.txt", "test-report.txt", "predict-report.txt"}
     for name, report in reports.items():
@@ -124,38 +122,19 @@ def test_profilers_by_name_log_their_report(name: str, kind: type, caplog: pytes
     assert run.global_step == 3
 
 
-def test_the_advanced_profiler_sees_into_an_action(tmp_path: Path) -> None:
-    profiler = AdvancedProfiler(dirpath=tmp_path, filename="report")
-    trainer(profiler=profiler).fit(Small(), loader())
-    report = (tmp_path / "fit-report.txt").read_text()
-    _, _, steps = report.partition("Profile stats for: [Strategy]SingleDeviceStrategy.training_step")
-    assert "trainer_runs.py" in steps.partition("Profile stats for:")[0]
-
-
-def names_in_trace(cls: Any, folder: Path) -> set[str]:
-    folder = folder / cls.__module__
-    profiler = PyTorchProfiler(
-        dirpath=folder,
-        filename="report",
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=2),
-        on_trace_ready=lambda profile: profile.export_chrome_trace(str(folder / f"{profile.step_num}.json")),
-        record_module_names=True,
-        emit_nvtx=False,
-    )
-    folder.mkdir()
-    trainer(cls, profiler=profiler).fit(Small(), loader(6))
-    events = [json.loads(path.read_text())["traceEvents"] for path in folder.glob("*.json")]
-    return {event["name"] for trace in events for event in trace if event.get("cat") == "user_annotation"}
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
 def test_pytorchs_profiler_names_the_same_actions(tmp_path: Path) -> None:
-    theirs, ours = names_in_trace(L.Trainer, tmp_path), names_in_trace(Trainer, tmp_path)
-    steps = {
-        "[pl][profile][Strategy]SingleDeviceStrategy.training_step",
-        "[pl][module]torch.nn.modules.linear.Linear: layer",
-    }
-    assert steps <= theirs & ours
+    profiler = PyTorchProfiler(
+        dirpath=tmp_path,
+        filename="report",
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=2),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(tmp_path / "trace.json")),
+        emit_nvtx=False,
+    )
+    trainer(profiler=profiler).fit(Small(), loader())
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert "[pl][profile][Strategy]SingleDeviceStrategy.training_step" in names
+    assert "[pl][module]torch.nn.modules.linear.Linear: layer" in names
 
 
 # One's own
@@ -207,27 +186,23 @@ def test_a_profiler_of_the_users_own_is_called_as_by_lightning(tmp_path: Path) -
     assert (tmp_path / Trainer.__module__ / "fit-own.txt").read_text() == "a summary"
 
 
-@BOTH
-def test_profiled_actions_end_with_an_error(cls: Any, tmp_path: Path) -> None:
+def test_profiled_actions_end_with_an_error(tmp_path: Path) -> None:
     class Fails(Validated):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ArithmeticError
 
     profiler = Own(tmp_path)
     with pytest.raises(ArithmeticError):
-        trainer(cls, profiler=profiler).fit(Fails(), loader(), loader())
+        trainer(profiler=profiler).fit(Fails(), loader(), loader())
     assert profiler.nested
     assert not profiler.open
 
 
-@BOTH
-def test_a_module_may_time_actions_of_its_own(cls: Any, tmp_path: Path) -> None:
-    """A module or a callback may time parts of its own."""
-
+def test_a_module_may_time_actions_of_its_own(tmp_path: Path) -> None:
     class Times(Validated):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with self.trainer.profiler.profile("my part"):
                 return super().training_step(batch, batch_idx)
 
-    stacks = own(cls, tmp_path, Times()).nested
+    stacks = own(Trainer, tmp_path, Times()).nested
     assert any(stack[-2:] == ("[Strategy]SingleDeviceStrategy.training_step", "my part") for stack in stacks)

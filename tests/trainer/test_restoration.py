@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
-from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.restoration import check_fits
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, saved, trainer
@@ -65,16 +64,11 @@ class Parts(Small):
 
 
 @torch.compiler.set_stance("force_eager")
-@pytest.mark.parametrize(("then", "now"), [(("layer",), ()), ((), ("block", "layer")), (("layer",), ("block",))])
+@pytest.mark.parametrize(("then", "now"), [((), ("block", "layer")), (("layer",), ("block",))])
 def test_weights_of_compiled_parts_are_read_by_either_name(
     tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...]
 ) -> None:
     path = saved(Parts(*then), tmp_path)
-    weights = torch.load(path, weights_only=True)["state_dict"].values()
-    module = Parts(*now)
-    trainer().test(module, loader(), ckpt_path=path, verbose=False)
-    assert_equal(list(weights), list(module.state_dict().values()))
-
     resumed = Parts(*now)
     trainer(max_epochs=2).fit(resumed, loader(), ckpt_path=path)
     same = Parts(*then)
@@ -82,19 +76,7 @@ def test_weights_of_compiled_parts_are_read_by_either_name(
     assert_equal(list(same.state_dict().values()), list(resumed.state_dict().values()))
 
 
-def test_names_that_differ_by_more_than_compilation_are_kept() -> None:
-    state = {"a._orig_mod.w": 1, "b": 2, "a.w": 3}
-    assert with_present_names(state, ["a.w", "c"]) is state
-    assert with_present_names({"a._orig_mod.w": 1, "b": 2}, ["a.w"]) == {"a.w": 1, "b": 2}
-
-
 # Averaged weights
-
-
-class MendedInPlace(Small):
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for value in checkpoint["state_dict"].values():
-            value.neg_()
 
 
 class Mended(Small):
@@ -130,10 +112,6 @@ def test_weights_that_on_load_checkpoint_changes_are_trained_beside_averaged_one
     trainer(max_epochs=2, callbacks=[averaging()]).fit(resumed, loader(), ckpt_path=path)
     assert resumed.mended == 2
     assert [torch.equal(now, -then) for now, then in zip(resumed.at_start, trained, strict=True)] == [True, True]
-
-    in_place = MendedInPlace()
-    trainer(max_epochs=2, callbacks=[averaging()]).fit(in_place, loader(), ckpt_path=path)
-    assert all(map(torch.equal, in_place.parameters(), resumed.parameters()))
 
     # Without a training, the averaged weights are the only ones.
     tested = Mended()
