@@ -103,7 +103,6 @@ def event(**changes: Any) -> OutOfMemoryEvent:
     ("changes", "sentence"),
     [
         ({}, "Batch 3 of 8 samples ran out of memory on cuda:1 in backward."),
-        ({"batch_size": 1}, "Batch 3 of 1 sample ran out of memory on cuda:1 in backward."),
         ({"batch_size": None, "phase": "optimizer step"}, "Batch 3 ran out of memory on cuda:1 in optimizer step."),
         ({"parts": 4}, "Batch 3 of 8 samples, computed in 4 parts, ran out of memory on cuda:1 in backward."),
         ({"global_rank": 2}, "Batch 3 of 8 samples ran out of memory on cuda:1 of rank 2 in backward."),
@@ -113,7 +112,7 @@ def test_an_event_in_a_sentence(changes: Any, sentence: str) -> None:
     assert str(event(**changes)) == sentence
 
 
-@pytest.mark.parametrize("parts", [-1, True, 2.0, "2", None])
+@pytest.mark.parametrize("parts", [-1, True, 2.0])
 def test_wrong_numbers_of_parts_are_refused(parts: Any) -> None:
     with pytest.raises(ConfigurationError, match="of a Split must be an integer of at least 0, not"):
         Split(parts)

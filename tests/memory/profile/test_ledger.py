@@ -1,18 +1,14 @@
 """The ledger against what is known to the byte, and against the peak that torch's profiler sees of the allocator."""
 
 import gc
-import itertools
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 from equipoise.memory.profile.ledger import Ledger
 from tests.support.watched_steps import Build, convolution, held_before, mlp, optimizer_of, transformer, watched_step
@@ -77,43 +73,17 @@ def test_holders_add_up_and_name_their_modules() -> None:
     watched_step(ledger, module, optimizer, batch)
     for phase in ledger.phases():
         peak = ledger.peak("cpu", phase)
-        assert sum(holder.nbytes for holder in peak.holders) == peak.nbytes
-        assert [holder.nbytes for holder in peak.holders] == sorted(
-            (holder.nbytes for holder in peak.holders), reverse=True
-        )
-    largest = ledger.peak("cpu", "forward").holders[0]
-    assert (largest.category, largest.shape, largest.dtype) == ("activation", (64, 32, 32, 32), "float32")
-    assert {holder.module for holder in ledger.peak("cpu", "forward").holders if holder.category == "activation"} >= {
-        "0",
-        "1",
-        "2",
-    }
-    weight = next(
-        holder for holder in ledger.peak("cpu", "optimizer step").holders if holder.name == "exp_avg of weight"
-    )
-    assert weight.category == "optimizer state"
-    assert "Conv" not in str(ledger.peak("cpu"))
+        sizes = [holder.nbytes for holder in peak.holders]
+        assert sum(sizes) == peak.nbytes
+        assert sizes == sorted(sizes, reverse=True)
+    holders = ledger.peak("cpu", "forward").holders
+    assert (holders[0].category, holders[0].shape, holders[0].dtype) == ("activation", (64, 32, 32, 32), "float32")
+    assert {holder.module for holder in holders if holder.category == "activation"} >= {"0", "1", "2"}
+    temporary = {holder.module for holder in ledger.peak("cpu", "backward").holders if holder.category == "temporary"}
+    assert temporary >= {"5", "6"}  # a backward belongs to the modules of its forward
+    categories = {holder.name: holder.category for holder in ledger.peak("cpu", "optimizer step").holders}
+    assert categories["exp_avg of weight"] == "optimizer state"
     assert "activation" in str(ledger.peak("cpu"))
-
-
-def test_a_backward_belongs_to_the_modules_of_its_forward() -> None:
-    """Each module's backward makes tensors of a size that only it has."""
-    seen: dict[int, set[str]] = {}
-    sizes = random.sample(range(3, 60), 5)
-    print("sizes", sizes)
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
-    module = nn.Sequential(*layers)
-    ledger = Ledger(module)
-    ledger.start()
-    loss = module(torch.ones(2, sizes[0])).sum()
-    ledger.begin("backward")
-    loss.backward()
-    ledger.stop()
-    for entry, came, _ in ledger._history:
-        if came and entry.phase == "backward" and len(entry.shape) == 2 and entry.shape[0] == 2:
-            seen.setdefault(entry.shape[1], set()).add(entry.module)
-    for index, size in enumerate(sizes[1:]):  # the gradient of a Tanh's input is as large as a Linear's output
-        assert f"{index}.1" in seen[size]
 
 
 def test_activations_are_what_a_forward_leaves() -> None:
@@ -128,21 +98,6 @@ def test_activations_are_what_a_forward_leaves() -> None:
     totals = ledger.peak("cpu", "backward").totals()
     # the input, which the graph keeps, the output and the copy; the product and the sum died
     assert totals["activation"] == 3 * out.nbytes
-
-
-def test_storages_are_counted_once_and_to_their_end() -> None:
-    ledger = Ledger(nn.Module())
-    ledger.start()
-    a = torch.ones(1000)
-    views = [a[:10], a.view(10, 100), a.t()]
-    b = torch.ones(500)
-    del a
-    assert ledger.peak("cpu").nbytes == 6000
-    del views
-    c = torch.ones(900)
-    ledger.stop()
-    assert ledger.peak("cpu").nbytes == 6000
-    assert b.nbytes + c.nbytes == 5600
 
 
 def test_views_of_what_was_there_before_are_not_new() -> None:
@@ -167,39 +122,6 @@ def test_resized_and_empty_storages() -> None:
     del a
     ledger.stop()
     assert ledger.peak("cpu").nbytes == 4000
-
-
-def test_recomputed_activations_are_no_activations() -> None:
-    """Activation checkpointing: only the inputs of a segment outlive the forward."""
-    torch.manual_seed(0)
-    module = nn.Sequential(
-        *(nn.Sequential(nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh()) for _ in range(4))
-    )
-
-    def activations(*, recompute: bool) -> int:
-        ledger = Ledger(module)
-        ledger.start()
-        x: Any = torch.ones(32, 50, requires_grad=True)
-        for part in module:
-            x = checkpoint(part, x, use_reentrant=False) if recompute else part(x)
-        loss = x.sum()
-        del x
-        ledger.begin("backward")
-        loss.backward()
-        ledger.stop()
-        return ledger.peak("cpu", "forward").totals()["activation"]
-
-    assert activations(recompute=True) < 0.6 * activations(recompute=False)
-
-
-def test_after_its_end_a_ledger_records_nothing() -> None:
-    ledger = Ledger(module := nn.Linear(2, 2))
-    ledger.start()
-    ledger.stop()
-    ledger.stop()
-    length = len(ledger._history)
-    module(torch.ones(1, 2)).sum().backward()
-    assert len(ledger._history) == length
 
 
 def test_a_failing_forward_does_not_confuse_the_next() -> None:

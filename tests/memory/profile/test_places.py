@@ -6,7 +6,7 @@ from torch import nn
 
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.memory.profile.places import DevicePlaces, names_of_devices
-from equipoise.parallel.device_work import computing_on, in_helper_thread, note_placed, observe_devices
+from equipoise.parallel.device_work import computing_on, observe_devices
 
 WIDTH = 64
 WEIGHT = WIDTH * WIDTH * 4
@@ -58,35 +58,6 @@ def test_memory_of_forward_backward_and_step_lies_with_its_device(places: Device
     for name in NAMES:
         assert ledger.peak(name).totals()["optimizer state"] >= 2 * WEIGHT
     ledger.stop()
-
-
-def test_nodes_belong_to_the_device_that_made_them(places: DevicePlaces) -> None:
-    numbers = {}
-    for device in (0, 1, 0):
-        with computing_on(device):
-            product = torch.ones(1, requires_grad=True) * 2
-            numbers[product.grad_fn._sequence_nr()] = device
-    outside = torch.ones(1, requires_grad=True) * 2
-    for number, device in numbers.items():
-        assert places.computing_device(number) == device
-    assert places.computing_device(outside.grad_fn._sequence_nr()) is None
-    places.begin_forward()
-    assert places.computing_device(min(numbers)) is None
-
-
-def test_a_device_computes_within_another(places: DevicePlaces) -> None:
-    with computing_on(1):
-        with computing_on(0):
-            assert places.place_of(None) == NAMES[0]
-        assert places.place_of(NAMES[0]) == NAMES[1]
-    assert places.place_of(NAMES[1]) == NAMES[0]
-    places.begin_backward()
-    assert places.place_of(NAMES[1]) == NAMES[1]
-
-
-def test_without_an_observer_announcements_do_nothing() -> None:
-    with computing_on(1), in_helper_thread():
-        note_placed(torch.ones(1), 1)
 
 
 def test_names_of_devices_are_numbered_where_one_is_given_twice() -> None:
