@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 import operator
 import pickle
 from collections.abc import Callable
@@ -15,27 +14,17 @@ from equipoise.safe_loading.stand_in import StandIn
 
 THING = StandIn("somewhere", "Thing")
 
-BINARY: list[Callable[[Any, Any], Any]] = [
-    *(operator.add, operator.sub, operator.mul, operator.matmul, operator.truediv, operator.floordiv, operator.mod),
-    *(operator.pow, operator.lshift, operator.rshift, operator.and_, operator.or_, operator.xor, divmod),
-    *(operator.lt, operator.le, operator.gt, operator.ge, operator.iadd),
-]
+BINARY: list[Callable[[Any, Any], Any]] = [operator.add, operator.matmul, divmod, operator.lt, operator.ge]
 UNARY: list[Callable[[Any], Any]] = [
-    *(abs, bool, bytes, complex, float, hex, int, len, iter, next, reversed, round, list, operator.index),
-    *(operator.neg, operator.pos, operator.invert, math.trunc, math.floor, math.ceil),
+    *(abs, bool, bytes, int, len, iter, next, operator.index, operator.neg, round),
     *(lambda value: value(), lambda value: value[0], lambda value: 0 in value, lambda value: value.attribute),
     *(lambda value: isinstance(0, value), lambda value: issubclass(int, value)),
     *(lambda value: setattr(value, "attribute", 0), lambda value: delattr(value, "attribute")),
 ]
 
 
-def with_block(value: Any) -> None:
-    with value:
-        pass
-
-
 def test_a_use_is_an_error_that_names_the_remedy() -> None:
-    for use in [*UNARY, with_block]:
+    for use in UNARY:
         with pytest.raises(CheckpointError, match=r"object of somewhere\.Thing, .* pass weights_only=False"):
             use(THING)
 
