@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -85,16 +84,6 @@ def test_a_subclass_may_choose_the_folders_of_a_run(tmp_path: Path) -> None:
     profiler = RootProfiler()
     trainer(Logging, profiler=profiler).fit(Small(), loader())
     assert profiler.folder == str(tmp_path / "logs")
-
-
-def test_configure_model_makes_layers_in_the_precision_of_the_run() -> None:
-    class Late(Small):
-        def configure_model(self) -> None:
-            self.late = torch.nn.Linear(1, 1)
-
-    module = Late()
-    trainer(precision="64-true").fit(module, loader())
-    assert module.late.weight.dtype is torch.float64
 
 
 @pytest.mark.parametrize(

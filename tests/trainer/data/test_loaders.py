@@ -86,15 +86,6 @@ def test_one_of_several_loaders_may_not_be_empty_in_one_process() -> None:
     assert loaders_of_rank(CombinedLoader(given, "max_size"), [Extent(2), Extent(3)]).extent.num_batches == 4
 
 
-@pytest.mark.parametrize(("limit", "batches"), [(1.0, 10), (0.25, 2), (1, 1), (3, 3), (99, 10), (0.999, 9)])
-def test_limits_of_batches_are_lightnings(limit: float, batches: int) -> None:
-    """A fraction is rounded down, as in Lightning."""
-    assert loaders_of(loader(10), limit).extent.num_batches == batches
-    run = trainer(L.Trainer, limit_train_batches=limit)
-    run.fit(Small(), loader(10))
-    assert run.num_training_batches == batches
-
-
 @pytest.mark.parametrize("stage", ["val", "test", "predict"])
 def test_an_evaluation_that_shuffles_is_noticed(stage: str) -> None:
     with pytest.warns(UserWarning, match=f"The {stage} loader shuffles"):

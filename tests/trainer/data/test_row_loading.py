@@ -19,7 +19,6 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from equipoise.interop.lightning.loaders import seed_workers
 from equipoise.parallel.batches.sampling import NO_BATCH, Collate
 from equipoise.trainer.data import row_loading
 from equipoise.trainer.data.memory_rows import sample_size, take
@@ -234,15 +233,6 @@ def test_an_extended_collate_function_is_called(reads: Reads, monkeypatch: pytes
     monkeypatch.setitem(default_collate_fn_map, Tensor, collate)
     assert_same(list(open_loader(DataLoader(dataset(), 4))), list(DataLoader(dataset(), 4)))
     assert (reads.at_once, reads.by_sample) == (0, 0)
-
-
-def test_rows_are_taken_at_once_with_seeded_workers(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    loader = DataLoader(dataset(), 4, drop_last=True)
-    seed_workers(loader, 0)
-    assert loader.worker_init_fn is not None
-    list(open_loader(loader))
-    assert reads.at_once == 4
 
 
 def test_a_dataset_that_changes_within_a_pass() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from equipoise import OOMRecovery, Trainer
+from equipoise import Trainer
 from equipoise.trainer.diagnostics.loss_watch import LossWatch
 from tests.support import trainer_runs
 from tests.support.surroundings import threads_that_stay
@@ -207,15 +207,3 @@ def test_a_step_that_returns_none_in_a_long_epoch() -> None:
 @pytest.mark.parametrize(("skipped", "window"), [((1, 2, 3), 1), ((0,), 1), ((0, 1), 2)])
 def test_steps_that_return_none_now_and_then_are_not_reported(skipped: tuple[int, ...], window: int) -> None:
     assert not reports(Skips(*skipped), accumulate_grad_batches=window)
-
-
-@pytest.mark.slow
-def test_a_batch_that_memory_recovery_skipped_is_no_step_without_a_loss() -> None:
-    class TooLarge(Poisoned):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            if batch_idx == 0:
-                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-            return super().training_step(batch, batch_idx)
-
-    messages = reports(TooLarge(None), callbacks=[OOMRecovery(policy="skip")])
-    assert not [message for message in messages if "returned None" in message]

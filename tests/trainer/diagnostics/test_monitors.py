@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from equipoise.errors import ConfigurationError
-from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer, with_optimizers
+from tests.support.trainer_runs import Small, Validated, loader, refuses, trainer
 
 
 class Logging(Small):
@@ -23,7 +23,7 @@ class Logging(Small):
     def __init__(self, validated: list[str], trained: Sequence[str] = (), at_end: Sequence[str] = ()) -> None:
         super().__init__()
         self.names = validated, trained, at_end
-        self.watched: str | None = None
+        self.watched: dict[str, Any] | None = None  # by a ReduceLROnPlateau
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log_dict(dict.fromkeys(self.names[1], 1.0))
@@ -39,8 +39,7 @@ class Logging(Small):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         if self.watched is None:
             return optimizer
-        scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": self.watched}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), **self.watched}}
 
 
 def fit(kind: Any, monitor: str, module: Logging, folder: Path, loaders: int = 1, **options: Any) -> Any:
@@ -51,7 +50,7 @@ def fit(kind: Any, monitor: str, module: Logging, folder: Path, loaders: int = 1
     elif kind is EarlyStopping:
         callbacks.append(EarlyStopping(monitor))
     else:
-        module.watched = monitor
+        module.watched = {"monitor": monitor}
     run = trainer(callbacks=callbacks, enable_checkpointing=True, default_root_dir=folder, **options)
     run.fit(module, loader(), [loader() for _ in range(loaders)])
     return run
@@ -139,22 +138,17 @@ def test_all_processes_refuse_a_monitor_together() -> None:
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_reduce_on_plateau_watches_what_was_never_logged(interval: str) -> None:
-    module = watching(monitor="accuracy", interval=interval)
+    module = Logging([])
+    module.watched = {"monitor": "accuracy", "interval": interval}
     parts = ["ReduceLROnPlateau monitors 'accuracy'", "no such value was logged; there are: loss", "'strict': False"]
     refuses(lambda: trainer().fit(module, loader(), loader()), *parts)
 
 
 def test_a_plateau_that_is_not_strict_warns() -> None:
+    module = Logging([])
+    module.watched = {"monitor": "los", "strict": False}
     with pytest.warns(RuntimeWarning, match="monitors 'los'.*did you mean 'loss'.*stays as it is"):
-        trainer().fit(watching(Small, monitor="los", strict=False), loader())
-
-
-def watching(base: type[Small] = Validated, **config: Any) -> Small:
-    def configure(module: Any) -> Any:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), **config}}
-
-    return with_optimizers(configure, base)
+        trainer().fit(module, loader(), loader())
 
 
 def test_early_stopping_watches_what_was_never_logged() -> None:

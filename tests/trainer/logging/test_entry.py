@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
 from equipoise.interop.lightning.self_log import LogOptions
 from equipoise.trainer.logging.entry import Entry, reduction_name
@@ -24,12 +25,37 @@ def test_the_epochs_value_is_no_part_of_the_sum() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "syncs"),
+    [
+        ({"sync_dist": True}, True),
+        ({}, False),
+        ({"sync_dist": True, "on_step": False}, False),
+        ({"sync_dist": True, "rank_zero_only": True}, False),
+        ({"sync_dist": True, "metric": MeanMetric()}, False),
+    ],
+    ids=["sync_dist", "default", "epochs alone", "rank_zero_only", "a metric"],
+)
+def test_values_of_steps_are_synchronised_where_asked_for(options: dict[str, Any], syncs: bool) -> None:
+    assert entry(**options).syncs_steps is syncs
+
+
+@pytest.mark.parametrize(
     ("argument", "name"),
     [("AVG", "mean"), ("Max", "max"), (torch.sum, "sum"), (min, "min")],
     ids=["avg", "capital", "torch.sum", "min of Python"],
 )
 def test_names_of_reductions(argument: Any, name: str) -> None:
     assert reduction_name(argument) == name
+
+
+def test_an_entry_keeps_the_default_dtype_of_its_first_hook() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        reduced = entry()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    reduced.add(torch.tensor(0.5), 3)
+    assert reduced.epoch().dtype is torch.float64
 
 
 def test_integers_are_converted_with_a_warning_for_the_first() -> None:

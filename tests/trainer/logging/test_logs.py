@@ -1,6 +1,5 @@
 """Values of `self.log` without a trainer: what is refused, and several processes; for the rest see `tests/parity`."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -118,18 +117,6 @@ def test_logging_needs_a_loop_and_a_hook() -> None:
 
 
 # Several processes
-
-
-def test_shown_values_are_sent_to_another_process() -> None:
-    logs = logs_of()
-    run(logs, [(1.0, 1)])
-    logs.refresh()
-    copy = pickle.loads(pickle.dumps(logs))
-    assert copy.collection is None
-    assert plain(copy.callback_metrics) == plain(logs.callback_metrics)
-    fresh = Logs()
-    fresh.show(logs.shown())
-    assert plain(fresh.logged_metrics) == plain(logs.logged_metrics)
 
 
 class Peers:

@@ -124,10 +124,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "validation in mid-epoch": {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": 2},
     "limits": {
-        "limit_train_batches": 0.5,
+        "limit_train_batches": 0.7,  # 2 of 4: a fraction is rounded down
         "limit_val_batches": 1,
         "limit_test_batches": 0.5,
-        "limit_predict_batches": 3,
+        "limit_predict_batches": 2.0,  # a number of batches
         "num_sanity_val_steps": 0,
     },
     "steps": {"max_steps": 3, "max_epochs": None, "num_sanity_val_steps": -1},
