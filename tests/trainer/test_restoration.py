@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 from equipoise.errors import CheckpointError
+from equipoise.trainer.checkpointing.module.names import with_present_names
 from equipoise.trainer.restoration import check_fits
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, saved, trainer
@@ -74,6 +75,12 @@ def test_weights_of_compiled_parts_are_read_by_either_name(
     same = Parts(*then)
     trainer(max_epochs=2).fit(same, loader(), ckpt_path=path)
     assert_equal(list(same.state_dict().values()), list(resumed.state_dict().values()))
+
+
+def test_names_that_differ_by_more_than_compilation_are_kept() -> None:
+    state = {"a._orig_mod.w": 1, "b": 2, "a.w": 3}
+    assert with_present_names(state, ["a.w", "c"]) is state
+    assert with_present_names({"a._orig_mod.w": 1, "b": 2}, ["a.w"]) == {"a.w": 1, "b": 2}
 
 
 # Averaged weights
