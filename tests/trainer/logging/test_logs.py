@@ -217,3 +217,13 @@ def test_callbacks_read_their_own_value_of_a_step_until_loggers_receive_the_redu
     assert plain(logs.callback_metrics)["loss_step"] == 2.0
     assert plain(logs.step_metrics()) == {"loss_step": 4.0}
     assert plain(logs.callback_metrics)["loss_step"] == 4.0
+
+
+def test_a_run_ends_its_connection_to_other_processes() -> None:
+    peers = Peers()
+    logs = logs_of(reduction=peers.reduction())
+    logs.close(failed=False)
+    logs.enter(Collection(training=True))
+    run(logs, HERE)
+    logs.end_batches()
+    assert peers.sent == []
