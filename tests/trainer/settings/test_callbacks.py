@@ -43,12 +43,6 @@ def test_our_bar_and_an_uncut_summary_are_the_defaults_unless_given() -> None:
     assert chosen(own, **everything) == [own[1], own[2], own[0]]
 
 
-def test_one_callback_or_several() -> None:
-    callback = L.Callback()
-    for callbacks in (callback, [callback], (callback,), iter([callback])):
-        assert chosen(callbacks) == [callback]
-
-
 def test_checkpoint_callbacks_come_last() -> None:
     """They save what the others left."""
     callbacks = [ModelCheckpoint("a"), EarlyStopping("x"), OnExceptionCheckpoint("b"), LearningRateMonitor()]
