@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from equipoise import AdapterCheckpoints, CheckpointError, Quantization
 from equipoise.extensions.quantization.adapter_checkpoints import digest_of
-from tests.extensions.quantization.qlora import QLoRA, adapters, stored, tokens
+from tests.extensions.quantization.qlora import QLoRA, adapters, tokens
 from tests.extensions.quantization.runs import fit
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import refuses, trainer
@@ -42,7 +42,7 @@ def save(file: Path, *callbacks: Any, module: Any = None, **options: Any) -> QLo
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [("nf4", "32-true"), ("nf4", "bf16-true"), ("int8", "64-true"), ("int8", "bf16-true"), ("none", "32-true")],
+    [("nf4", "bf16-true"), ("int8", "64-true"), ("none", "32-true")],
 )
 def test_a_resumed_run_is_equal_to_the_bit_and_its_checkpoint_has_adapters_alone(
     kind: str, precision: Any, path: Path
@@ -55,14 +55,6 @@ def test_a_resumed_run_is_equal_to_the_bit_and_its_checkpoint_has_adapters_alone
     for _ in range(2):
         fit(resumed, CALLBACKS[kind](), path=path, max_epochs=3, precision=precision)
         assert_equal(whole, resumed)
-
-
-def test_files_are_smaller_by_the_frozen_weights(path: Path) -> None:
-    module = save(path, AdapterCheckpoints())
-    small = path.stat().st_size
-    assert module.state_dict().keys() > adapters(module).keys()
-    save(path, module=module)
-    assert path.stat().st_size - small > sum(value.nbytes for value in stored(module).values())
 
 
 def test_a_checkpoint_is_evaluated_with_the_same_base_model(path: Path) -> None:
@@ -148,9 +140,8 @@ def test_weights_of_a_whole_checkpoint_stay_in_checkpoints(name: str, path: Path
 
 def test_digests_tell_weights_apart() -> None:
     weight = torch.arange(12.0).view(4, 3)
-    others = [weight.flip(0), weight.flip(1), weight.view(3, 4), weight.to(torch.int32), weight[0], weight[0, 1]]
-    others += [torch.full((4, 4), value) for value in (0.0, 1.0)]
-    others += [weight.to(dtype) for dtype in (torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.bool)]
+    others = [weight.flip(0), weight.view(3, 4), weight[0], weight[0, 1]]
+    others += [weight.to(dtype) for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64, torch.bool)]
     digests = [digest_of(value, "32-true") for value in (weight, *others)]
     assert len(set(digests)) == len(digests)
     assert digest_of(weight.clone(), "32-true") == digests[0]

@@ -80,18 +80,6 @@ class Counts(L.Callback):
         module.nbytes = self.sent.nbytes
 
 
-class ByHand(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 def batches(size: int, samples: int = 48) -> DataLoader[Any]:
     features = torch.randn(samples, 32, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(features), batch_size=size)
@@ -128,7 +116,6 @@ CASES: dict[str, Any] = {
         "activation_checkpointing": ["blocks.*"],
         "accumulate_grad_batches": 2,
     },
-    "by hand": {"module": ByHand},
 }
 
 

@@ -1,7 +1,6 @@
 """`precision="fp8"` and its kin: bfloat16 with Float8Training, to the bit what a loop with torchao computes."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-import equipoise
 from equipoise import CLITrainer, Float8Training, Trainer
-from equipoise.app import compose_values
 from equipoise.precision import core_precision, make_precision
 from tests.extensions.quantization.qlora import Full, adapters, difference, tokens
 from tests.extensions.quantization.runs import fit
@@ -66,14 +63,6 @@ def test_an_unknown_name_is_refused_with_those_of_extensions() -> None:
     assert not any(isinstance(callback, Float8Training) for callback in trainer(precision="bf16-mixed").callbacks)
 
 
-def test_the_command_line_takes_the_name(tmp_path: Path) -> None:
-    (tmp_path / "module").mkdir()
-    (tmp_path / "module" / "full.yaml").write_text("_target_: tests.extensions.quantization.qlora.Full")
-    folders = [Path(equipoise.__file__).parent / "conf", tmp_path]
-    values = compose_values(["module=full", "precision=fp8-true"], folders, tmp_path)
-    assert values["trainer"]["precision"] == "fp8-true"
-
-
 @pytest.mark.filterwarnings("ignore")  # of jsonargparse, about how Lightning calls it
 def test_lightnings_command_line_takes_the_name() -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
@@ -85,9 +74,9 @@ def test_lightnings_command_line_takes_the_name() -> None:
     assert float8_of(cli.trainer).recipe == "rowwise"
 
 
-def hand_written(name: str) -> Full:
+def hand_written(precision: str, recipe: str) -> Full:
     """Train by a loop with torchao."""
-    core, recipe, _ = NAMES[name]
+    core = core_precision(precision)
     module = Full()
 
     def is_wide(part: nn.Module, _: str) -> bool:
@@ -107,11 +96,20 @@ def hand_written(name: str) -> Full:
     return module
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_is_a_loop_with_torchao_to_the_bit(name: str) -> None:
-    expected, module = hand_written(name), fit(Full(), Float8Training(NAMES[name][1], emulate=True), precision=name)
+@pytest.mark.parametrize(
+    ("precision", "recipe"),
+    [
+        *((name, recipe) for name, (_, recipe, _) in NAMES.items()),
+        *(("bf16-true", "rowwise_with_gw_hp"), ("32-true", "rowwise_with_gw_hp"), ("32-true", "tensorwise")),
+    ],
+)
+def test_a_run_is_a_loop_with_torchao_to_the_bit_and_leaves_plain_layers(precision: str, recipe: Any) -> None:
+    expected = hand_written(precision, recipe)
+    module = fit(Full(), Float8Training(recipe, emulate=True), precision=precision)
     assert_equal(adapters(expected), adapters(module))
     assert difference(module, Full().to(next(module.parameters()).dtype)) > 0.01
+    assert list(map(type, module.modules())) == list(map(type, Full().modules()))
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:The search for a learning rate made 3 steps")

@@ -29,8 +29,6 @@ __all__ = ["lowering"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
-KINDS = ["nf4", "fp4", "int8"]
-
 
 class Validated(QLoRA):
     """Notes the losses of its validations."""
@@ -51,8 +49,7 @@ def trained(kind: Any = "nf4", module: Any = None, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
-        *(("nf4", "64-true"), ("nf4", "bf16-mixed"), ("fp4", "32-true")),
-        *(("int8", "32-true"), ("int8", "64-true"), ("int8", "bf16-mixed")),
+        *(("nf4", "64-true"), ("nf4", "bf16-mixed"), ("fp4", "32-true"), ("int8", "32-true"), ("int8", "bf16-mixed")),
     ],
 )
 def test_adapters_are_those_of_a_training_at_the_stored_values(kind: str, precision: Any) -> None:
@@ -66,8 +63,9 @@ def test_adapters_are_those_of_a_training_at_the_stored_values(kind: str, precis
     assert difference(module, QLoRA()) > 0.01
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("nf4", "bf16-true"), ("fp4", "32-true"), ("int8", "32-true"), ("int8", "bf16-true")]
+)
 def test_stored_values_are_those_of_the_library(kind: Any, precision: Any) -> None:
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     module = QLoRA().to(dtype)
@@ -132,8 +130,7 @@ def test_gradients_of_inputs_and_biases() -> None:
     torch.autograd.gradcheck(lambda x, _: layer(x), (features, layer.bias))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(("kind", "precision"), [("nf4", "bf16-true"), ("int8", "32-true")])
 def test_adapters_are_merged_into_whole_layers(kind: str, precision: Any) -> None:
     module = trained(kind, precision=precision).eval()
     batch = next(iter(tokens()))[0]
@@ -276,7 +273,7 @@ def test_a_missing_package_is_named_with_its_installation(
         Quantization(kind)
 
 
-def test_the_command_line_configures_the_callbacks(tmp_path: Path) -> None:
+def test_the_command_line_takes_the_callbacks_and_a_precision_of_float8(tmp_path: Path) -> None:
     (tmp_path / "module").mkdir()
     (tmp_path / "module" / "qlora.yaml").write_text("_target_: tests.extensions.quantization.qlora.QLoRA")
     overrides = [
@@ -285,9 +282,12 @@ def test_the_command_line_configures_the_callbacks(tmp_path: Path) -> None:
         "callbacks.quantization.kind=int8",
         "callbacks.quantization.exclude=['*.head']",
         "callbacks.float8_training.recipe=rowwise",
+        "precision=fp8-rowwise",
     ]
     folders = [Path(equipoise.__file__).parent / "conf", tmp_path]
-    callbacks = compose_values(overrides, folders, tmp_path)["callbacks"]
+    values = compose_values(overrides, folders, tmp_path)
+    assert values["trainer"]["precision"] == "fp8-rowwise"
+    callbacks = values["callbacks"]
     quantization = instantiate(callbacks["quantization"])
     assert isinstance(quantization, Quantization)
     assert (quantization.kind, list(quantization.exclude), quantization.layers) == ("int8", ["*.head"], None)
