@@ -25,8 +25,6 @@ class Program:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda rows: torch.ones(rows, 2),
-        lambda rows: (torch.ones(rows, 2), torch.ones(rows)),
         lambda rows: {"x": torch.ones(rows, 2), "name": "a"},
         lambda rows: [torch.ones(3), {"x": [torch.ones(rows)]}],
         lambda rows: Pair(torch.ones(rows), torch.ones(2)),
@@ -36,21 +34,6 @@ def test_batches_are_told_apart_by_the_shapes_of_their_tensors(make: Any) -> Non
     assert shape_of(make(3)) == shape_of(make(3))
     assert shape_of(make(3)) != shape_of(make(4))
     hash(shape_of(make(3)))
-
-
-def test_a_shape_is_compiled_when_it_was_seen_before() -> None:
-    of_program = Variants(Program())  # type: ignore[arg-type]
-    batch = torch.ones(3)
-    for _ in range(STEPS_BEFORE):
-        assert of_program.of(batch, True) is None
-    variant = of_program.of(batch, True)
-    assert variant is not None
-    assert of_program.of(batch, True) is variant
-    # Within a window, gradients are added.
-    assert of_program.of(batch, False) is None
-    assert of_program.of(torch.ones(4), True) is None
-    variant.refuse()
-    assert of_program.of(batch, True) is None
 
 
 def test_shapes_that_never_come_again_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

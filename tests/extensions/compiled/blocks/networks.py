@@ -11,7 +11,6 @@ from tests.extensions.fsdp.programs import FEATURES, Net
 __all__ = [
     "AOT",
     "NETWORKS",
-    "Convolutions",
     "Counting",
     "CountingBlock",
     "Frozen",
@@ -33,10 +32,6 @@ class Plain(Net):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-class Attention(Plain, modules.Attention):
-    pass
-
-
 class Tied(Plain, modules.Tied):
     pass
 
@@ -55,40 +50,6 @@ class Whole(Plain):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.last(self.hidden(torch.tanh(self.first(features))).relu())
-
-
-class Perceptron(Plain):
-    """Parts of one class with layers of their own, of two widths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(7, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 7)) for width in (9, 5)
-        )
-
-
-class Convolution(nn.Module):
-    """A residual block of convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv1d(3, 6, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 6)
-        self.last = nn.Conv1d(6, 3, 3, padding=1)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return image + self.last(nn.functional.silu(self.norm(self.first(image))))
-
-
-class Convolutions(Plain):
-    """Residual blocks of convolutions in a Sequential."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.images = nn.Sequential(nn.Conv1d(1, 3, 1), Convolution(), Convolution())
-
-    def forward(self, features: Tensor) -> Tensor:
-        return super().forward(self.images(features.unsqueeze(1)).mean(1))
 
 
 class Pair(nn.Module):
@@ -139,7 +100,7 @@ class Lengths(Plain):
         return self.last(hidden.mean(1))
 
 
-NETWORKS = (Plain, Attention, Whole, Perceptron, Tied, Frozen, Convolutions, Pairs, Lengths)
+NETWORKS = (Plain, Whole, Tied, Frozen, Pairs, Lengths)
 
 
 class CountingBlock(nn.Module):

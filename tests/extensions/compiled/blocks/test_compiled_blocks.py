@@ -15,21 +15,15 @@ from torch._dynamo import lookup_backend, register_backend
 from tests.extensions.compiled.blocks.networks import (
     AOT,
     NETWORKS,
-    Convolutions,
     Counting,
     CountingBlock,
-    Frozen,
     Lengths,
-    Tied,
     Whole,
 )
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, in_processes, weights_of
 from tests.support.programs import Program
 
 TOLERANCE = 1e-10
-# Networks with the compiler's own kernels, which take ten seconds or more: each once, as strategies do not know the
-# backend. All networks meet all strategies without kernels.
-KERNELS: dict[str, Any] = {"ddp": (Lengths,), "fsdp": (Frozen,), "pipeline": (Tied, Convolutions)}
 
 
 def trained(kind: Callable[[], Any], strategy: Any, processes: int, **options: Any) -> dict[str, Tensor]:
@@ -61,7 +55,6 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
             "unequal": partial(unequal, strategy),
             "without compiler": lambda name=strategy: [with_backend(*case, name) for case in WITHOUT_COMPILER],
             "resumed": partial(resumed, strategy, folder),
-            "kernels": partial(with_kernels, strategy),
         }
         found[strategy] = {}
         for name, call in calls.items():
@@ -224,49 +217,23 @@ def test_checkpoints_have_the_names_of_eager_modules_and_are_resumed(
 
 # The compiler's own kernels
 
-
-def with_kernels(strategy: str) -> list[dict[str, Tensor]]:
-    options: dict[str, Any] = {"batch_size": STEP} if strategy == "pipeline" else {}
-    return [trained(kind, strategy, 2, compile=True, **options) for kind in KERNELS[strategy]]
-
-
-def check_kernels(strategy: str, of_networks: list[dict[str, Tensor]]) -> None:
-    for kind, weights in zip(KERNELS[strategy], of_networks, strict=True):
-        assert_close(trained(kind, "single_device", 1), weights, TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_kernels_of_the_compiler_in_processes(strategy: str, launched: Any) -> None:
-    check_kernels(strategy, launched[strategy]["kernels"])
-
-
-def run_program(source: str, **variables: str) -> None:
-    """Run what uses the compiler's kernels, which set a variable of the process's environment."""
-    with Program(source, environment={**os.environ, **variables}) as program:
-        _, complaints = program.finish()
-        assert program.returncode == 0, complaints
-
-
-@pytest.mark.slow
-def test_kernels_of_the_compiler_in_one_process() -> None:
-    name = "pipeline"
-    run_program(f"from {__name__} import check_kernels, with_kernels; check_kernels({name!r}, with_kernels({name!r}))")
-
-
+# Their lengths change, so that sizes become inputs of the program. They set a variable of the process's environment.
 PROGRAM = """
-from tests.extensions.compiled.blocks.networks import Plain
-from tests.extensions.fsdp.programs import fit
-_, trainer = fit(Plain, compile={"dynamic": None})
-assert trainer.run_state.summary_rows["compiled blocks"] == "3, by 1 programs"
+from tests.extensions.compiled.blocks.networks import Lengths
+from tests.extensions.fsdp.programs import assert_close, fit, weights_of
+compiled, trainer = fit(Lengths, compile={"dynamic": None})
+assert trainer.run_state.summary_rows["compiled blocks"].startswith("3, by ")
+assert_close(weights_of(fit(Lengths)[0]), weights_of(compiled), 1e-10)
 """
 
 
 @pytest.mark.slow
-def test_a_second_run_takes_the_programs_of_the_first(tmp_path: Path) -> None:
+def test_kernels_of_the_compiler_compute_the_same_and_a_second_run_takes_those_of_the_first(tmp_path: Path) -> None:
     libraries = []
     for _ in range(2):
-        run_program(PROGRAM, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        with Program(PROGRAM, environment={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as program:
+            _, complaints = program.finish()
+            assert program.returncode == 0, complaints
         libraries.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")})
     assert libraries[0]
     # None was compiled again.

@@ -44,19 +44,13 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, use_cache=False))
 
 
-def distilbert() -> Any:
-    sizes = {"vocab_size": TOKENS, "dim": 16, "hidden_dim": 24, "n_layers": 3, "n_heads": 2}
-    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0}
-    return transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**sizes, **no_dropout))
-
-
 def neox() -> Any:
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, use_cache=False))
 
 
 # The strategy under which each is compiled with the compiler's own kernels, which take long; under the others without
 # any. The layers of llama do not compute in float64 throughout, so that it has no kernels.
-MODELS: dict[Callable[[], Any], str] = {bert: "ddp", distilbert: "pipeline", gpt2: "pipeline", neox: "fsdp", llama: ""}
+MODELS: dict[Callable[[], Any], str] = {bert: "ddp", gpt2: "pipeline", neox: "fsdp", llama: ""}
 
 
 class Language(L.LightningModule):
