@@ -119,27 +119,14 @@ def with_private_generator(seed: int) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("data", "batches"), pairwise([lambda seed: loader(), with_private_generator], [4, 8]))
-def test_files_of_members_are_those_of_runs_of_their_own(data: Any, batches: int, tmp_path: Path) -> None:
-    """Within a window and at the end of an epoch; orders come from torch's numbers, or from those of the loader."""
-
-    def options(name: str, seed: int) -> dict[str, Any]:
-        callbacks = [SavesAt(batches, tmp_path / name)]
-        return {"data": partial(data, seed), "callbacks": callbacks, "accumulate_grad_batches": 3}
-
-    ensemble(SEED, **options("all.ckpt", SEED))
+def test_files_of_members_hold_the_weights_of_runs_of_their_own(tmp_path: Path) -> None:
+    ensemble(SEED, callbacks=[SavesAt(8, tmp_path / "all.ckpt")])
     files = split_ensemble(tmp_path / "all.ckpt", tmp_path / "members")
     assert [file.name for file in files] == [f"all-member_{member}.ckpt" for member in range(3)]
     for member, file in enumerate(files):
-        whole, _ = alone(SEED + member, **options("own.ckpt", SEED + member))
-        # 1. The weights, for any program.
+        alone(SEED + member, callbacks=[SavesAt(8, tmp_path / "own.ckpt")])
         own, split = (Classifier.load_from_checkpoint(path) for path in (tmp_path / "own.ckpt", file))
         assert_equal(own, split, CLOSE)
-        # 2. The rest of its run, on one device.
-        seed_everything(99, verbose=False)
-        resumed, run = Classifier(), trainer(accumulate_grad_batches=3)
-        run.fit(resumed, data(99), loader(shuffle=False), ckpt_path=file)
-        assert_equal(whole, resumed, CLOSE)
 
 
 def with_two_generators(seed: int) -> Any:
@@ -147,19 +134,34 @@ def with_two_generators(seed: int) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("data", [lambda seed: loader(shuffle=False), with_two_generators], ids=["in order", "two"])
-def test_random_numbers_go_on_in_the_middle_of_an_epoch(data: Any, tmp_path: Path) -> None:
-    """In an ensemble, and in the files of its members."""
+@pytest.mark.parametrize(
+    ("data", "batches", "window"),
+    [
+        (lambda seed: loader(), 4, 3),
+        (lambda seed: loader(shuffle=False), 11, 1),
+        (with_private_generator, 8, 3),
+        (with_two_generators, 11, 1),
+    ],
+    ids=["shuffled", "in order", "private generator", "two generators"],
+)
+def test_random_numbers_and_orders_go_on_in_a_resumed_ensemble_and_in_files_of_members(
+    data: Any, batches: int, window: int, tmp_path: Path
+) -> None:
+    """Within a window or an epoch, and at the end of one."""
+    options = {"accumulate_grad_batches": window}
 
     def resume(strategy: Any, file: Path) -> Any:
         seed_everything(99, verbose=False)
         model = OfAnyLoaders()
-        trainer(strategy).fit(model, data(99), loader(shuffle=False), ckpt_path=file)
+        trainer(strategy, **options).fit(model, data(99), loader(shuffle=False), ckpt_path=file)
         return model.state_dict()
 
     file = tmp_path / "x.ckpt"
-    ensemble(SEED, OfAnyLoaders, partial(data, SEED), mode="one_by_one", callbacks=[SavesAt(11, file)])
-    expected = [alone(SEED + member, OfAnyLoaders, partial(data, SEED + member))[0].state_dict() for member in range(3)]
+    saving = [SavesAt(batches, file)]
+    ensemble(SEED, OfAnyLoaders, partial(data, SEED), mode="one_by_one", callbacks=saving, **options)
+    expected = [
+        alone(seed, OfAnyLoaders, partial(data, seed), **options)[0].state_dict() for seed in range(SEED, SEED + 3)
+    ]
     strategy = EnsembleStrategy(members=3, mode="one_by_one")
     resume(strategy, file)
     assert_members(expected, strategy)

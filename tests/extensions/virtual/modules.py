@@ -108,26 +108,8 @@ class Stateful(Noisy):
         assert self.count == self.trainer.global_step
 
 
-class Recurrent(Noisy):
-    """Weights that lie in one block of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(6, 12, 2, batch_first=True, dropout=0.2)
-        self.net, self.seldom_used = nn.Sequential(nn.Linear(12, 1)), nn.Linear(12, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(self._computed(batch), batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(self._computed(batch), batch_idx)
-
-    def _computed(self, batch: Any) -> Any:
-        return self.inner(batch[0][:, None])[0][:, 0], batch[1]
-
-
 class Sparse(Noisy):
-    """An embedding with sparse gradients; some parts do not use it, and one weight is laid out otherwise."""
+    """An embedding with gradients that are sparse in some parts and dense in others; a weight is laid out otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,6 +120,8 @@ class Sparse(Noisy):
         features, targets = batch
         if features[0, 0] < 1:
             features = features + self.embedding((features * 4).long().abs() % 9).sum(1)
+        elif features[0, 0] < 1.5:
+            features = features + self.embedding.weight.mean(0)
         images = features[:, None, None, :4].expand(-1, 2, 3, -1)
         targets = targets + self.convolution(images).mean((1, 2, 3))[:, None]
         return super().training_step((features, targets), batch_idx)
@@ -149,7 +133,6 @@ class Sparse(Noisy):
 class Neighbours(Noisy):
     """Adds features of neighbours, of which a sparse buffer holds the matrix, and the processes have other ones."""
 
-    layout = torch.sparse_csr
     entries_of_others = 6
 
     def setup(self, stage: str) -> None:
@@ -157,15 +140,11 @@ class Neighbours(Noisy):
         if self.global_rank:
             matrix = torch.diag(torch.arange(6) < self.entries_of_others).float() + torch.eye(6).flip(0)
             matrix *= 2
-        self.register_buffer("graph", matrix.to_sparse(layout=self.layout), persistent=False)
+        self.register_buffer("graph", matrix.to_sparse_csr(), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features, targets = batch
         return super().training_step(((self.graph @ features.T).T, targets), batch_idx)
-
-
-class InCoordinates(Neighbours):
-    layout = torch.sparse_coo
 
 
 class OtherEntries(Neighbours):

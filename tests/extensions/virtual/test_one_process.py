@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise import BalancedDataParallelStrategy, VirtualDevicesStrategy
 from equipoise.extensions.virtual.parts.part_shares import PartTimes
-from tests.extensions.virtual.modules import Noisy, Plain, Recurrent, Skipping, Sparse, Stateful, Weighed
+from tests.extensions.virtual.modules import Noisy, Plain, Skipping, Sparse, Stateful, Weighed
 from tests.extensions.virtual.runs import OF_DEVICES, SaveAfter, on_one_device, run
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, refuses, trainer
@@ -37,7 +37,6 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "shares that change": (Noisy, {"callbacks": [OtherShares(4)]}),
     "loss weights": (Weighed, {}),
     "parts without a loss": (Skipping, {}),
-    "weights in one block of memory": (Recurrent, {}),
     "sparse and strided gradients": (Sparse, {}),
     "buffers and attributes that the step changes": (Stateful, {}),
     "fewer samples than virtual devices": (Plain, {"batch_size": 28}),
@@ -115,8 +114,6 @@ class Lazy(Noisy):
     ("kind", "devices", "options", "words"),
     [
         (Lazy, 2, {}, ["net.0 is lazy"]),
-        (Noisy, 2, {"shares": [1, 2, 3]}, ["3 numbers for 2 devices"]),
-        (Noisy, 3, {"count": 2}, ["count=2", "3 real ones"]),
         (Noisy, 2, {"callbacks": [OtherShares(1)]}, ["3 numbers for 2 devices"]),
         (Noisy, 1, {"one_process": False, "callbacks": [OtherShares(1)]}, ["Set `shares` between two runs"]),
     ],

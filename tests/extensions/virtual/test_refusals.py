@@ -123,20 +123,6 @@ class LogsBatchAtItsEnd(Noisy):
         self.log("at_end", batch[0].mean())
 
 
-class LogsSeenBatches(Noisy):
-    """Logs the mean of what its process has evaluated."""
-
-    def on_validation_epoch_start(self) -> None:
-        self.evaluated: list[Tensor] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.evaluated.append(batch[0].mean())
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("at_end", torch.stack(self.evaluated).mean())
-
-
 class LogsFirstPart(Noisy):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("at_end", batch[0].mean(), on_epoch=True)
@@ -175,7 +161,6 @@ class Shapeless(Noisy):
     ("kind", "message"),
     [
         (LogsBatchAtItsEnd, "logs 'at_end' with another value in each process"),
-        (LogsSeenBatches, "logs 'at_end' with another value in each process"),
         (LogsFirstPart, "logs 'at_end' with another value in each process"),
         (GathersInEvaluation, "communicates with other processes"),
         (GathersInBackward, "communicates with other processes"),

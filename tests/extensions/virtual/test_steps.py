@@ -3,7 +3,6 @@
 import gc
 import pickle
 import weakref
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,29 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise import Efficiency, RunSummary, VirtualDevicesStrategy
+from equipoise import Efficiency, VirtualDevicesStrategy
 from equipoise.errors import StepError
-from equipoise.extensions.virtual.parts.gradient_tree import added, take_gradients
+from equipoise.extensions.virtual.parts.gradient_tree import take_gradients
 from equipoise.extensions.virtual.parts.part_batches import part_loader
 from tests.extensions.virtual.modules import SAMPLES, Noisy, Plain
 from tests.extensions.virtual.runs import rows, run, small_trainer
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, trainer
-
-
-def test_sparse_and_dense_gradients_of_a_parameter_are_added_in_any_order() -> None:
-    dense = torch.randn(4, 2, dtype=torch.float64)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), torch.randn(3, 2, dtype=torch.float64), (4, 2))
-    parameter = nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
-    parameter.grad = sparse.clone()
-    taken = take_gradients([parameter])
-    assert parameter.grad is None
-    for left, right in [([dense.clone()], taken), (taken, [dense.clone()])]:
-        assert_equal([dense + sparse.to_dense()], added(left, right))
-    (total,) = added(taken, taken)
-    assert total is not None
-    assert total.is_coalesced()
-    assert torch.equal(total.to_dense(), 2 * sparse.to_dense())
 
 
 def test_gradients_are_laid_out_as_their_parameters() -> None:
@@ -107,22 +91,6 @@ def test_hooks_receive_the_first_part_and_the_loss_of_the_whole_step() -> None:
     assert steps == list(range(1, 11))
 
 
-class Counted(RunSummary):
-    """Writes the samples that were counted into a file."""
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.is_global_zero:
-            Path("samples.txt").write_text(f"{self._fit.factor * self._fit.throughput.samples:.0f}")
-        super().on_fit_end(trainer, pl_module)
-
-
-@pytest.mark.parametrize("devices", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_samples_of_all_parts_are_counted(devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(Plain, devices, callbacks=[Counted(table=False)])
-    assert (tmp_path / "samples.txt").read_text() == f"{2 * SAMPLES}"
-
-
 def test_tokens_of_all_parts_are_counted() -> None:
     efficiency = Efficiency(tokens=lambda batch: 10 * len(batch[0]))
     run(Plain, 1, callbacks=[efficiency])
@@ -171,20 +139,3 @@ def test_the_strategy_keeps_no_module_and_can_be_sent() -> None:
     gc.collect()
     assert reference() is None
     assert pickle.loads(pickle.dumps(strategy)).count == 4
-
-
-def test_no_more_devices_are_taken_than_there_are_virtual_ones() -> None:
-    devices = [torch.device("cuda", index) for index in range(5)]
-    assert VirtualDevicesStrategy(count=2).default_devices(devices) == devices[:2]
-
-
-class LogsNaN(Noisy):
-    """Logs NaN with the number of samples of its process, which differs in the last batch."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("not_a_number", float("nan"), on_epoch=True, batch_size=len(batch[0]))
-
-
-@pytest.mark.slow
-def test_means_that_are_nan_in_all_processes_agree() -> None:
-    assert torch.isnan(run(LogsNaN, 2)["not_a_number_epoch"])
