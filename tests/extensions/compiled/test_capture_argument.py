@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from equipoise import Trainer
 from equipoise.extensions.compiled import compiled_step
 from tests.support.step_networks import ByHand, Network, batches
 from tests.support.trainer_runs import refuses, trainer
@@ -31,8 +30,3 @@ def test_manual_optimisation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(compiled_step, "check_strategy", lambda *args, **kwargs: None)
     words = "Trainer(capture=True) has no effect"
     refuses(lambda: trainer(capture=True, devices=1).fit(ByHand(), batches([4])), words)
-
-
-def test_the_argument_can_be_read() -> None:
-    assert Trainer(capture=True, logger=False).captures_steps
-    assert not Trainer(logger=False).captures_steps

@@ -24,23 +24,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def compare(clock: Clock, of_program: list[float], eager: list[float]) -> SpeedComparison:
+@pytest.mark.parametrize(("of_program", "is_faster"), [(0.9, True), (0.96, True), (0.98, False), (1.5, False)])
+def test_the_fastest_steps_are_compared(clock: Clock, of_program: float, is_faster: bool) -> None:
     comparison = SpeedComparison(torch.device("cpu"))
+    seconds = {True: [9.0, 9.0, of_program, 9.0, 9.0], False: [5.0, 5.0, 5.0, 5.0, 1.0]}
     turns = []
-    for _ in range(len(of_program) + len(eager)):
-        assert not comparison.is_complete()
+    while not comparison.is_complete():
         by_program = comparison.is_turn_of_program()
         turns.append(by_program)
         step = comparison.start()
-        clock.now += of_program.pop(0) if by_program else eager.pop(0)
+        clock.now += seconds[by_program].pop(0)
         comparison.add(step, by_program=by_program)
-    assert comparison.is_complete()
     assert turns == [True, False] * 5
-    return comparison
-
-
-@pytest.mark.parametrize(("of_program", "is_faster"), [(0.9, True), (0.96, True), (0.98, False), (1.5, False)])
-def test_the_fastest_steps_are_compared(clock: Clock, of_program: float, is_faster: bool) -> None:
-    comparison = compare(clock, [9.0, 9.0, of_program, 9.0, 9.0], [5.0, 5.0, 5.0, 5.0, 1.0])
     assert comparison.seconds() == pytest.approx((of_program, 1.0))
     assert comparison.is_program_faster() == is_faster

@@ -237,11 +237,6 @@ class Clipping(Classifier):
         pass
 
 
-class TwoOptimizers(Classifier):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
-
-
 class ForeignParameter(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
@@ -292,7 +287,6 @@ def test_a_metric_in_a_module_dict_is_of_each_member() -> None:
         (ByHand, {}, "automatic_optimization=False"),
         (Lbfgs, {}, "cannot step LBFGS"),
         (Clipping, {}, "configure_gradient_clipping"),
-        (TwoOptimizers, {}, "steps one optimiser for each member, but `configure_optimizers` returned 2"),
         (ForeignParameter, {}, "a parameter of shape [3] that is none of the module's"),
         (with_gradient_hook, {}, "The parameter 'net.0.weight' has a hook"),
         (changed_after_its_construction, {}, "differs from the module that is trained, in net.3.bias, net.3.weight"),

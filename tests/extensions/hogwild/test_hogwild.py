@@ -33,10 +33,9 @@ def loader(**options: Any) -> DataLoader[Any]:
 class Linear(L.LightningModule):
     """Learns a sum; notes how it was run."""
 
-    def __init__(self, optimizer: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 1).double()
-        self.make_optimizer = optimizer
         self.register_buffer("steps", torch.zeros(()))
         self.notes: list[Any] = []
 

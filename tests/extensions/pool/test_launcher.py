@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
-from equipoise.errors import ConfigurationError
 from equipoise.extensions.pool.launcher import PoolLauncher
 from equipoise.parallel.workers import availability
 from tests.support.programs import EQUIPOISE, Program
@@ -245,7 +243,3 @@ def test_ctrl_c_ends_the_jobs_and_keeps_what_is_done(project):
 def test_devices_of_a_pool():
     assert PoolLauncher(devices=2).names == ["cpu", "cpu"]
     assert PoolLauncher().names == ["cpu"]
-    with pytest.raises(ConfigurationError, match=r"contradicts trainer\.devices=2"):
-        PoolLauncher(devices=["cpu"]).check_sweep(
-            OmegaConf.create({"trainer": {"devices": 2, "num_nodes": None, "accelerator": "auto"}})
-        )

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,10 @@ STARTS = 5
 NOT_STARTED = "The current node timed out during startup"
 
 
-def run(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run a program, anew as long as Ray could not start in time."""
+def run(folder: Path, *arguments: str, once: Callable[..., tuple[int, str]] | None = None) -> tuple[int, str]:
+    """Run a program to its end, or by a function `once`, anew as long as Ray could not start in time."""
     for _ in range(STARTS):
-        code, out = run_once(folder, *arguments)
+        code, out = (once or run_once)(folder, *arguments)
         if NOT_STARTED not in out:
             break
         for name in ("outputs", "multirun"):
@@ -51,7 +52,6 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def run_once(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run a program to its end."""
     with started(folder, *arguments) as program:
         out, _ = program.communicate(timeout=LIMIT)
     return program.returncode, out
@@ -229,16 +229,10 @@ WAITS = {
 
 
 def interrupted(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run a program and interrupt it, anew as long as Ray could not start in time."""
+    """Run a program and interrupt it."""
     write(folder, WAITS)
     os.mkfifo(folder / "begun")
-    for _ in range(STARTS):
-        code, out = interrupted_once(folder, *arguments)
-        if NOT_STARTED not in out:
-            break
-        for name in ("outputs", "multirun"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-    return code, out
+    return run(folder, *arguments, once=interrupted_once)
 
 
 def interrupted_once(folder: Path, *arguments: str) -> tuple[int, str]:

@@ -181,10 +181,10 @@ def test_a_part_of_one_sample_is_named_where_statistics_need_two() -> None:
         run(Noisy, 1, batch_size=8)
 
 
-def by_hand(**options: Any) -> None:
+def by_hand() -> None:
     module = Small()
     module.automatic_optimization = False
-    trainer(strategy=VirtualDevicesStrategy(count=2, **options)).fit(module, loader())
+    trainer(strategy=VirtualDevicesStrategy(count=2)).fit(module, loader())
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,6 @@ def by_hand(**options: Any) -> None:
             ["one training loader, but several"],
         ),
         (by_hand, ["Small optimises by hand", "strategy='ddp'"]),
-        (lambda: by_hand(one_process=True), ["Small optimises by hand", "strategy='ddp'"]),
         pytest.param(
             lambda: run(Noisy, 2, val=[DataLoader(Stream(4), batch_size=2)]),
             ["evaluation to several processes"],

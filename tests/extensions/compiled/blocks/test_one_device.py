@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise import PipelineStrategy, RunSummary
 from equipoise.extensions.compiled.blocks.choice import choose_blocks
-from tests.extensions.compiled.blocks.networks import AOT, Counting, CountingBlock, Frozen, Pairs, Plain, Whole
+from tests.extensions.compiled.blocks.networks import AOT, Counting, CountingBlock, Pairs, Plain, Whole
 from tests.extensions.fsdp.programs import STEP, assert_close, fit, weights_of
 from tests.support.trainer_runs import refuses
 
@@ -307,26 +307,24 @@ def test_repeated_blocks_of_a_step_that_stays_eager_are_compiled(
 # The choice
 
 
-def names_of(module: nn.Module) -> list[str]:
-    return [block.name for block in choose_blocks(module)]
+def names_of(*parts: nn.Module, **options: Any) -> list[str]:
+    module = parts[0] if len(parts) == 1 else nn.ModuleDict({f"part{n}": part for n, part in enumerate(parts)})
+    return [block.name for block in choose_blocks(module, **options)]
 
 
 def test_repeated_blocks_are_chosen_or_else_whole_parts() -> None:
-    assert names_of(Plain()) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert names_of(Frozen()) == ["blocks.0", "blocks.1", "blocks.2"]
     assert names_of(Pairs()) == [f"blocks.{number}" for number in range(4)]
     # No repeated blocks: the whole part; no parts: the module's own forward.
-    part = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-    assert names_of(nn.ModuleDict({"part": part, "head": nn.Linear(2, 2)})) == ["part"]
+    assert names_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), nn.Linear(2, 2)) == ["part0"]
     assert names_of(Whole()) == [""]
     # A pipeline cuts all that is not repeated.
-    assert choose_blocks(Whole(), only_repeated=True) == []
-    assert len(choose_blocks(Plain(), only_repeated=True)) == 3
+    assert names_of(Whole(), only_repeated=True) == []
+    assert len(names_of(Plain(), only_repeated=True)) == 3
     # A block that occurs twice, and one that has a forward of its own already.
     shared = nn.Sequential(nn.Linear(2, 2))
     own = nn.Sequential(nn.Linear(2, 2))
     own.forward = lambda value: value  # type: ignore[method-assign]
-    assert names_of(nn.ModuleDict({"layers": nn.ModuleList([shared, shared, own])})) == ["layers.0"]
+    assert names_of(nn.ModuleList([shared, shared, own]), nn.Identity()) == ["part0.0"]
 
 
 # What is refused

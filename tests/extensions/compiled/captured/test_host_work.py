@@ -58,22 +58,17 @@ def test_functions_of_torch_are_known() -> None:
         host_work.check_functions(Traced("call_function", function))
 
 
-def test_functions_of_others_are_refused() -> None:
-    with pytest.raises(CompilerError, match="it calls own, whose Python code a replay would not run"):
-        host_work.check_functions(Traced("call_function", own))
+def test_functions_and_operations_of_others_and_hooks_are_refused() -> None:
+    def check(target: Any, words: str, kind: str = "call_function") -> None:
+        with pytest.raises(CompilerError, match=words):
+            host_work.check_functions(Traced(kind, target))
 
-
-def test_operations_of_other_libraries_are_refused() -> None:
+    check(own, "it calls own, whose Python code a replay would not run")
     with torch.library._scoped_library("host_work_tests", "FRAGMENT") as library:
         library.define("double(Tensor x) -> Tensor")
         for operation in (torch.ops.host_work_tests.double, torch.ops.host_work_tests.double.default):
-            with pytest.raises(CompilerError, match="host_work_tests"):
-                host_work.check_functions(Traced("call_function", operation))
-
-
-def test_hooks_on_tensors_are_refused() -> None:
-    with pytest.raises(CompilerError, match="registers a hook"):
-        host_work.check_functions(Traced("call_method", "register_hook"))
+            check(operation, "host_work_tests")
+    check("register_hook", "registers a hook", "call_method")
     host_work.check_functions(Traced("call_method", "detach"))
 
 
