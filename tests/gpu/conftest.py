@@ -48,3 +48,9 @@ def settings() -> dict[str, object]:
         "benchmark": backends.cudnn.benchmark,
         "deterministic": backends.cudnn.deterministic,
     }
+
+
+@pytest.fixture
+def waits_allowed_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")

@@ -12,7 +12,7 @@ from equipoise import Strategy, Trainer
 from tests.support.batches import CLASSES, FEATURES, TOKENS, Batches
 from tests.support.quiet import QUIET
 
-__all__ = ["CPU", "GPU", "QUIET", "Classifier", "fit", "loader", "weights"]
+__all__ = ["CPU", "GPU", "QUIET", "Classifier", "Noisy", "fit", "loader", "samples", "weights"]
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -62,9 +62,24 @@ class Classifier(LightningModule):
         return self.optimizer(self.parameters())
 
 
+class Noisy(Classifier):
+    """Draws random numbers, and keeps statistics of batches."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(*self.net[:2], nn.BatchNorm1d(16), nn.Dropout(0.3), *self.net[2:])
+
+
 def loader(sizes: Sequence[int] = SIZES, *, pinned: bool = False) -> DataLoader[Any]:
     """Batches that are ready."""
     return DataLoader(Batches(list(sizes)), batch_size=None, pin_memory=pinned)
+
+
+def samples(count: int, batch_size: int) -> DataLoader[Any]:
+    """Samples that a loader shuffles."""
+    (batch,) = Batches([count])
+    each = [{name: batch[name][index] for name in ("features", "label")} for index in range(count)]
+    return DataLoader(each, batch_size, shuffle=True)  # type: ignore[arg-type]
 
 
 def fit(

@@ -1,6 +1,5 @@
 """Captured steps compute on a GPU what eager ones compute, to the bit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from equipoise.extensions.compiled.interop.compiling import why_not_compiled
 from equipoise.extensions.compiled.interop.features import CAPTURE
-from tests.gpu.runs import GPU, Classifier, fit, weights
+from tests.gpu.runs import GPU, Classifier, Noisy, fit, weights
 
 # A warning, which is an error here, would say that a step stays eager.
 pytestmark = [
@@ -20,12 +19,11 @@ pytestmark = [
 SIZES = [8] * 8 + [5]
 
 
-class Dropping(Classifier):
-    """Draws random numbers, keeps statistics of batches, and returns what it computed."""
+class Returning(Noisy):
+    """Keeps what it computed."""
 
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
-        super().__init__(optimizer)
-        self.net = nn.Sequential(*self.net[:2], nn.BatchNorm1d(16), nn.Dropout(0.3), *self.net[2:])
+    def __init__(self) -> None:
+        super().__init__()
         self.outputs: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -39,7 +37,6 @@ class Dropping(Classifier):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "float64": {},
     "float32": {"precision": "32-true"},
     "bfloat16": {"precision": "bf16-mixed"},
     "float16": {"precision": "16-mixed"},
@@ -63,7 +60,7 @@ def test_equal_to_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     results = []
     for capture in (False, True):
         torch.cuda.manual_seed(5)
-        module, gradients, trainer = fit(Dropping, sizes=SIZES, capture=capture, **OPTIONS[name])
+        module, gradients, trainer = fit(Returning, sizes=SIZES, capture=capture, **OPTIONS[name])
         values = [*weights(module), *[buffer.cpu() for buffer in module.buffers()]]
         outputs = [tensor.cpu() for tensor in module.outputs]
         results.append([values, gradients, outputs, dict(trainer.callback_metrics), torch.cuda.get_rng_state(GPU)])
@@ -110,4 +107,4 @@ def test_steps_that_wait_stay_eager(make: type[Classifier]) -> None:
         captured = weights(fit(make, sizes=SIZES, capture=True)[0])
     for one, other in zip(captured, eager, strict=True):
         assert torch.equal(one, other)
-    fit(Dropping, sizes=SIZES, capture=True)
+    fit(Noisy, sizes=SIZES, capture=True)

@@ -44,20 +44,6 @@ class Deep(Classifier):
         self.net = nn.Sequential(*self.net[:3], Block(), Block(), Block(), *self.net[3:])
 
 
-class ByHand(Deep):
-    """Optimises by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 def descent(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -79,13 +65,6 @@ def test_equal_to_eager_blocks(strategy: str, parts: int, precision: str) -> Non
         results.append(weights(module))
     assert trainer.run_state.summary_rows["compiled blocks"].startswith("3, by ")
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=TOLERANCES[precision])
-
-
-def test_by_hand() -> None:
-    eager = weights(fit(ByHand)[0])
-    compiled, _, trainer = fit(ByHand, compile=True)
-    assert trainer.run_state.summary_rows["compiled blocks"].startswith("3, by ")
-    torch.testing.assert_close(weights(compiled), eager, rtol=0, atol=TOLERANCES["64-true"])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -7,37 +7,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from equipoise.precision import make_precision
 from tests.gpu.runs import CPU, Classifier, fit, weights
-from tests.support.networks.normalised import NAMES, make_batches, make_module
-from tests.support.networks.normalised import Classifier as Convolution
-from tests.support.networks.normalised import fit as fit_by_hand
-
-
-class Placed(Convolution):
-    """Makes its tensor where its batch is."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.device(batch[0].device):
-            return super().training_step(batch, batch_idx)
-
-
-def placed() -> Placed:
-    torch.manual_seed(3)
-    return Placed()
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_precision_trains(name: str) -> None:
-    module = placed().cuda()
-    fit_by_hand(
-        module, make_precision(name, "cuda"), [(images.cuda(), labels.cuda()) for images, labels in make_batches()]
-    )
-    losses = torch.stack(module.losses).float()
-    assert losses.isfinite().all()
-    reference = fit_by_hand(make_module(), make_precision(64, "cpu"), make_batches())
-    torch.testing.assert_close(losses.cpu(), torch.stack(reference.losses).float(), rtol=0.1, atol=0.05)
+from tests.support.networks.normalised import NAMES
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -1,25 +1,17 @@
 """Batches travel to a GPU beside its computation: the same results to the bit, and no wait."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from equipoise import Trainer
 from equipoise.trainer.data.prefetch import Prefetch
-from tests.gpu.runs import GPU, QUIET, Classifier, fit, loader
-from tests.gpu.waits import FIRST, STEPS, Guard
+from tests.gpu.runs import GPU, Classifier, fit
+from tests.gpu.waits import FIRST, STEPS, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 
 LARGE = [4096, 4096, 1000, 4096]
-
-
-@pytest.fixture
-def waits_allowed_again() -> Iterator[None]:
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -38,10 +30,7 @@ def test_results_are_the_same(strategy: str, pinned: bool) -> None:
 
 @pytest.mark.usefixtures("waits_allowed_again")
 def test_batches_that_are_not_pinned_let_nobody_wait() -> None:
-    guard = Guard()
-    trainer = Trainer(**QUIET, devices=[GPU], max_epochs=1, callbacks=[guard], prefetch=True)
-    trainer.fit(Classifier(), loader(STEPS, pinned=False))
-    assert guard.guarded == len(STEPS) - FIRST
+    assert train(pinned=False, prefetch=True).guarded == len(STEPS) - FIRST
 
 
 @pytest.mark.not_simulated("no queue: they compute at once")

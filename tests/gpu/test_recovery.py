@@ -108,10 +108,6 @@ def test_a_step_is_done_again(strategy: str, parts: int) -> None:
     recovered(Wide, strategy=strategy, parts=parts)
 
 
-def test_a_window_is_done_again() -> None:
-    recovered(Wide, accumulate_grad_batches=2)
-
-
 class Repeating(torch.autograd.Function):
     """The identity, whose backward needs much memory."""
 
@@ -160,12 +156,3 @@ def test_convolutions_are_done_again(tries_algorithms: bool) -> None:
         recovered(Convolution, benchmark=tries_algorithms)
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-def test_a_batch_may_be_left_out() -> None:
-    fit(Wide, sizes=SMALL)
-    measuring = Limit()
-    fit(Wide, sizes=SIZES, callbacks=[measuring])
-    recovery = OOMRecovery(policy="skip")
-    fit(Wide, sizes=SIZES, callbacks=[recovery, Limit(measuring.needed)])
-    assert recovery.skipped == 2 * len(SIZES) - 1

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.gpu.measuring import Setting
@@ -25,28 +24,26 @@ TOLERANCE = 1e-10
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def fit(kind: Any, strategy: Any, devices: list[torch.device], rows: int = 1, **options: Any) -> dict[str, Tensor]:
-    """Return the weights after two epochs with twelve samples in a step; `rows` processes have data of their own."""
+def fit(strategy: Any, devices: list[torch.device], kind: Any = Net, data: Any = None, **options: Any) -> Any:
+    """Return the weights after two epochs, of twelve samples in a step unless there are other data."""
     module = make(kind)
     options = {"precision": "64-true", "max_epochs": 2, **QUIET, **options}
-    trainer = Trainer(strategy=strategy, devices=devices, **options)
-    trainer.fit(module, loader(49, STEP // rows))
+    Trainer(strategy=strategy, devices=devices, **options).fit(module, data or loader(49, STEP))
     return {name: value.cpu() for name, value in weights_of(module).items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}], ids=str)
-def test_one_gpu(options: dict[str, Any]) -> None:
-    expected = fit(Net, "single_device", [CPU], **options)
-    assert_close(expected, fit(Net, FSDPStrategy(), [GPU], **options), TOLERANCE)
-
-
-def test_offloaded_to_the_host() -> None:
-    expected = fit(Net, "single_device", [CPU])
-    assert_close(expected, fit(Net, FSDPStrategy(cpu_offload=True), [GPU]), TOLERANCE)
+@pytest.mark.parametrize(
+    ("cpu_offload", "options"),
+    [(False, {}), (True, {}), (False, {"gradient_clip_val": 0.05}), (False, {"accumulate_grad_batches": 2})],
+    ids=str,
+)
+def test_one_gpu(cpu_offload: bool, options: dict[str, Any]) -> None:
+    expected = fit("single_device", [CPU], **options)
+    assert_close(expected, fit(FSDPStrategy(cpu_offload=cpu_offload), [GPU], **options), TOLERANCE)
 
 
 def test_a_checkpoint_of_shards_is_read_by_a_cpu(tmp_path: Path) -> None:
-    expected = fit(Net, "single_device", [CPU])
+    expected = fit("single_device", [CPU])
     module = make(Net)
     options = {"precision": "64-true", **QUIET}
     sharded = Trainer(strategy=FSDPStrategy(), devices=[GPU], max_epochs=1, **options)
@@ -64,24 +61,20 @@ def test_a_checkpoint_of_shards_is_read_by_a_cpu(tmp_path: Path) -> None:
 @needs_two_gpus
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
 def test_two_gpus(data: int, tensor: int) -> None:
-    expected = fit(Net, "single_device", [CPU])
+    expected = fit("single_device", [CPU])
     strategy = FSDPStrategy(data=data, tensor=tensor)
-    assert_close(expected, fit(Cut, strategy, [GPU, SECOND_GPU], rows=data), TOLERANCE)
-
-
-def fit_sequences(strategy: Any, devices: list[torch.device], **options: Any) -> dict[str, Tensor]:
-    """Return the weights after ten steps with four sequences each."""
-    module = make(lambda: Task(Gpt()))
-    options = {"precision": "64-true", "max_epochs": 2, **QUIET, **options}
-    trainer = Trainer(strategy=strategy, devices=devices, **options)
-    trainer.fit(module, DataLoader(samples(20), batch_size=4))  # type: ignore[arg-type]
-    return {name: value.cpu() for name, value in weights_of(module).items()}
+    # Each row of processes has data of its own.
+    actual = fit(strategy, [GPU, SECOND_GPU], Cut, loader(49, STEP // data))
+    assert_close(expected, actual, TOLERANCE)
 
 
 @needs_two_gpus
 def test_sequences_divided_over_two_gpus() -> None:
-    expected = fit_sequences("single_device", [CPU])
-    assert_close(expected, fit_sequences(FSDPStrategy(context=2), [GPU, SECOND_GPU]), TOLERANCE)
+    """Ten steps with four sequences each."""
+    sequences = DataLoader(samples(20), batch_size=4)  # type: ignore[arg-type]
+    expected = fit("single_device", [CPU], lambda: Task(Gpt()), sequences)
+    actual = fit(FSDPStrategy(context=2), [GPU, SECOND_GPU], lambda: Task(Gpt()), sequences)
+    assert_close(expected, actual, TOLERANCE)
 
 
 @needs_two_gpus

@@ -1,5 +1,6 @@
 """Features of torch that users of GPUs take, in the trainer: optimisers, streams, memory formats, compiled steps."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,53 +19,31 @@ TOLERANCE = 1e-10
 
 # Optimisers
 
-KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
-FUSED = [(kind, {"fused": True}) for kind in KINDS]
-CAPTURABLE = [
-    (kind, {"capturable": True})
-    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop)
-]
-TENSOR_RATES = [
-    (torch.optim.AdamW, {"capturable": True, "lr": torch.tensor(0.01, dtype=torch.float64)}),
-    (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.01, dtype=torch.float64)}),
-]
+RATE = torch.tensor(0.01, dtype=torch.float64)
+FUSED = {"fused": True}
 
 
-def named(case: tuple[Any, dict[str, Any]]) -> str:
-    kind, options = case
-    return " ".join([kind.__name__, *options])
+@pytest.mark.parametrize(
+    ("kind", "of_optimizer", "options"),
+    [
+        (torch.optim.SGD, FUSED, {}),
+        (torch.optim.Adam, FUSED, {"gradient_clip_val": 0.05}),
+        (torch.optim.AdamW, FUSED, {"accumulate_grad_batches": 2}),
+        (torch.optim.AdamW, FUSED | {"lr": RATE}, {}),
+        # They compute with the number of steps in float32.
+        (torch.optim.AdamW, {"capturable": True, "lr": RATE}, {}),
+        *((kind, {"capturable": True}, {}) for kind in (torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop)),
+    ],
+)
+def test_fused_and_capturable_optimizers(kind: Any, of_optimizer: dict[str, Any], options: dict[str, Any]) -> None:
+    expected = fit(lambda: Classifier(partial(kind, lr=0.01)), CPU, **options)
+    actual = fit(lambda: Classifier(partial(kind, **{"lr": 0.01, **of_optimizer})), **options)
+    assert_same_run(expected, actual, 1e-4 if "capturable" in of_optimizer else TOLERANCE)
 
 
-@pytest.mark.parametrize("case", FUSED, ids=named)
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}], ids=str)
-def test_fused_optimizers(case: Any, options: dict[str, Any]) -> None:
-    compare(case, options)
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}], ids=str)
-def test_optimizers_that_the_trainer_fuses(options: dict[str, Any]) -> None:
-    expected = fit(Classifier, CPU, **options)
-    assert_same_run(expected, fit(Classifier, fused_optimizer=True, **options), TOLERANCE)
-
-
-@pytest.mark.parametrize("case", [*CAPTURABLE, *TENSOR_RATES], ids=named)
-def test_optimizers_that_a_graph_could_capture(case: Any) -> None:
-    """They compute with the number of steps in float32."""
-    compare(case, {}, tolerance=1e-4)
-
-
-def compare(case: Any, options: dict[str, Any], tolerance: float = TOLERANCE) -> None:
-    """Train on the CPU without the options of the optimiser, and on the GPU with them."""
-    kind, of_optimizer = case
-
-    def plain(parameters: Any) -> torch.optim.Optimizer:
-        return kind(parameters, lr=0.01)
-
-    def with_options(parameters: Any) -> torch.optim.Optimizer:
-        return kind(parameters, **{"lr": 0.01, **of_optimizer})
-
-    expected = fit(lambda: Classifier(plain), CPU, **options)
-    assert_same_run(expected, fit(lambda: Classifier(with_options), **options), tolerance)
+def test_optimizers_that_the_trainer_fuses() -> None:
+    options = {"gradient_clip_val": 0.05}
+    assert_same_run(fit(Classifier, CPU, **options), fit(Classifier, fused_optimizer=True, **options), TOLERANCE)
 
 
 # Streams
@@ -76,22 +55,28 @@ class Streams(Callback):
     def __init__(self) -> None:
         self.seen: set[torch.cuda.Stream] = set()
 
-    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         self.seen.add(torch.cuda.current_stream())
 
 
 @pytest.mark.parametrize(
-    ("strategy", "parts"),
-    [("single_device", 1), ("dp", 2), ("balanced", 2), (PipelineStrategy(micro_batches=2), 2)],
-    ids=["single_device", "dp", "balanced", "pipeline"],
+    ("strategy", "parts", "options"),
+    [
+        ("single_device", 1, {}),
+        ("single_device", 1, {"capture": True}),
+        ("dp", 2, {}),
+        ("balanced", 2, {}),
+        (PipelineStrategy(micro_batches=2), 2, {}),
+    ],
+    ids=["single_device", "captured", "dp", "balanced", "pipeline"],
 )
-def test_a_run_within_a_stream(strategy: Any, parts: int) -> None:
+def test_a_run_within_a_stream(strategy: Any, parts: int, options: dict[str, Any]) -> None:
     """Everything runs in the stream of the caller, which nothing else is ordered with."""
     expected = fit(Mlp, CPU)
     streams = Streams()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        actual = fit(Mlp, strategy=strategy, parts=parts, callbacks=[streams])
+        actual = fit(Mlp, strategy=strategy, parts=parts, callbacks=[streams], **options)
     stream.synchronize()
     assert streams.seen == {stream}
     assert_same_run(expected, actual, TOLERANCE)

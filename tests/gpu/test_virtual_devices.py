@@ -5,51 +5,31 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Trainer, VirtualDevicesStrategy
-from tests.gpu.runs import GPU, QUIET, weights
+from tests.gpu.runs import GPU, QUIET, Noisy, samples, weights
+from tests.support.batches import TOKENS
 
 pytestmark = pytest.mark.not_simulated("kernels of their own")
 
-SAMPLES = 72
 
-
-class Noisy(LightningModule):
+class Convolved(Noisy):
     """Statistics of a batch, dropout, convolutions, and a logged mean."""
 
     def __init__(self) -> None:
         super().__init__()
-        convolution = nn.Conv1d(1, 4, 3, padding=1)
-        layers = [nn.Flatten(), nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 1)]
-        self.net = nn.Sequential(convolution, *layers)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features, targets = batch
-        noise = torch.randn_like(features)
-        loss = nn.functional.mse_loss(self.net((features + 0.01 * noise).unsqueeze(1)), targets)
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        self.net = nn.Sequential(nn.Conv1d(TOKENS, TOKENS, 3, padding=1), *self.net)
 
 
 def fit(processes: int, **options: Any) -> tuple[list[Tensor], dict[str, float]]:
     """Return the weights and the logged values of a run."""
     torch.manual_seed(5)
-    module = Noisy()
-    samples = TensorDataset(torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 1))
-    trainer = Trainer(
-        strategy=VirtualDevicesStrategy(count=4, backend="gloo"),
-        devices=[GPU] * processes,
-        deterministic=True,
-        max_epochs=2,
-        **{**QUIET, **options},
-    )
-    trainer.fit(module, DataLoader(samples, batch_size=16, shuffle=True))
+    module = Convolved()
+    strategy = VirtualDevicesStrategy(count=4, backend="gloo")
+    options = {"deterministic": True, "max_epochs": 2, **QUIET, **options}
+    trainer = Trainer(strategy=strategy, devices=[GPU] * processes, **options)
+    trainer.fit(module, samples(72, 16))
     return weights(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

@@ -1,13 +1,12 @@
 """No step waits for a GPU unless the user asked for it: CUDA raises an error where the host would wait."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from equipoise import MemoryLogger, OOMRecovery
+from equipoise import MemoryLogger, OOMRecovery, StepTimes
 from equipoise.callbacks.progress.latest_values import LatestValues
 from tests.gpu.runs import GPU, Classifier, fit, loader
 from tests.gpu.waits import FIRST, STEPS, Logging, train
@@ -18,20 +17,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def waits_allowed_again() -> Iterator[None]:
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 # What differs is the step; the rest of the loop is the same.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "bare": {},
     "accumulated": {"accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": 0.1},
     "clipped by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
     "bfloat16": {"precision": "bf16-mixed"},
-    "replicas": {"strategy": "dp", "devices": [GPU, GPU]},
     "replicas, accumulated": {"strategy": "dp", "devices": [GPU, GPU], "accumulate_grad_batches": 2},
     "stages": {"strategy": "pipeline", "devices": [GPU, GPU]},
 }
@@ -42,9 +33,14 @@ def test_steps_do_not_wait(name: str) -> None:
     assert train(**OPTIONS[name]).guarded == len(STEPS) - FIRST
 
 
-@pytest.mark.parametrize("make", [lambda: MemoryLogger(every_n_steps=1, leaks=False), OOMRecovery])
+@pytest.mark.parametrize("make", [lambda: MemoryLogger(every_n_steps=1, leaks=False), OOMRecovery, StepTimes])
 def test_callbacks_do_not_wait(make: Any) -> None:
     assert train(callbacks=[make()]).guarded == len(STEPS) - FIRST
+
+
+def test_captured_steps_do_not_wait() -> None:
+    """After the trial, which is the third step."""
+    assert train(Classifier, capture=True).guarded == len(STEPS) - FIRST
 
 
 def test_a_fused_optimizer_does_not_wait_for_the_scaler() -> None:
@@ -79,27 +75,19 @@ def test_a_wait_of_the_module_is_an_error() -> None:
 # Values that are shown
 
 
-@pytest.fixture
-def busy() -> Iterator[torch.cuda.Stream]:
-    """A device whose queue takes long."""
-    torch.cuda.synchronize()
-    yield torch.cuda.current_stream()
-    torch.cuda.synchronize()
-
-
 @pytest.mark.not_simulated("no queue: they compute at once")
-def test_a_busy_device_is_not_waited_for(busy: torch.cuda.Stream) -> None:
+def test_a_busy_device_is_not_waited_for() -> None:
     values = LatestValues()
+    stream = torch.cuda.current_stream()
     loss = torch.full((), 1.5, device="cuda")
     assert values.read({"loss": loss}, wait=True) == {"loss": 1.5}  # pinned memory is there from now on
     matrix = torch.randn(4096, 4096, device="cuda")
     for _ in range(200):
         matrix = (matrix @ matrix).clamp(-1, 1)
     loss = matrix[0, 0] * 0 + 2.5
-    assert not busy.query()
     assert values.read({"loss": loss}) == {"loss": 1.5}
-    assert not busy.query(), "reading waited for the device"
-    busy.synchronize()
+    assert not stream.query(), "reading waited for the device"
+    stream.synchronize()
     assert values.read({"loss": loss + 1}) == {"loss": 2.5}
 
 

@@ -50,17 +50,10 @@ class Logging(Classifier):
         return loss
 
 
-def train(make: Any = Logging, **options: Any) -> Guard:
-    """Train for one epoch of pinned batches, and for waits in its later steps."""
+def train(make: Any = Logging, *, pinned: bool = True, **options: Any) -> Guard:
+    """Train for one epoch, of which the later steps must not wait."""
     guard = Guard()
-    trainer = Trainer(
-        **{
-            **QUIET,
-            "devices": [GPU],
-            "max_epochs": 1,
-            "callbacks": [*options.pop("callbacks", ()), guard],
-            **options,
-        }
-    )
-    trainer.fit(make(), loader(STEPS, pinned=True))
+    callbacks = [*options.pop("callbacks", ()), guard]
+    trainer = Trainer(**{**QUIET, "devices": [GPU], "max_epochs": 1, "callbacks": callbacks, **options})
+    trainer.fit(make(), loader(STEPS, pinned=pinned))
     return guard

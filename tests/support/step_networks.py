@@ -14,6 +14,7 @@ __all__ = [
     "FEATURES",
     "SIZES",
     "Apart",
+    "Averaging",
     "ByHand",
     "Halving",
     "LoggingRate",
@@ -137,3 +138,23 @@ class OfBatch(Network):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.gradients.append(batch[0].grad)
+
+
+class Averaging(Network):
+    """Holds a network that follows the other one and a memory, and changes its batch, all in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(FEATURES, 8)
+        self.register_buffer("memory", torch.zeros(20, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for parameter, target in zip(self.net[0].parameters(), self.target.parameters(), strict=True):
+                target.lerp_(parameter, 0.1)
+            batch[0].mul_(1.5)
+            self.memory[0] += 1
+            self.memory[1] = batch[0].sum()
+        result = super().training_step(batch, batch_idx)
+        result["loss"] = result["loss"] + (self.net[0](batch[0]) - self.target(batch[0]).detach()).square().mean()
+        return result

@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from equipoise import OOMRecovery
@@ -29,6 +28,7 @@ from tests.support.step_networks import (
     CLASSES,
     FEATURES,
     Apart,
+    Averaging,
     Halving,
     LoggingRate,
     Network,
@@ -59,25 +59,6 @@ class Several(Network):
         matrices = [parameter for parameter in self.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in self.parameters() if parameter.dim() != 2]
         return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
-
-
-class Averaging(Network):
-    """Holds a target network that follows the other one, and changes its batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = nn.Linear(FEATURES, 8)
-        self.memory = torch.zeros(20, dtype=torch.float64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.no_grad():
-            for parameter, target in zip(self.net[0].parameters(), self.target.parameters(), strict=True):
-                target.lerp_(parameter, 0.1)
-            batch[0].mul_(1.5)
-            self.memory[0] += 1
-        result = super().training_step(batch, batch_idx)
-        result["loss"] = result["loss"] + F.mse_loss(self.net[0](batch[0]), self.target(batch[0]).detach())
-        return result
 
 
 CLIPPED = {"gradient_clip_val": 0.05}

@@ -208,6 +208,7 @@ def test_epochs_within_the_first_steps():
     fitted(callback, Net(), loader(16, 8), max_epochs=4)
     assert [epoch.samples for _, epoch in callback.history] == [0, 8, 16, 16]
     assert [epoch.operations for _, epoch in callback.history] == [0, *(n * OF_A_SAMPLE for n in (8, 16, 16))]
+    assert [epoch.peak for _, epoch in callback.history] == [1e6] * 4
     assert all(value > 0 for _, epoch in callback.history for value in epoch.values().values())
 
 

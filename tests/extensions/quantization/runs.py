@@ -1,16 +1,13 @@
-"""Runs under each strategy with eight samples in a step, and a program of one that is killed."""
+"""Runs under each strategy with eight samples in a step."""
 
-import os
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from equipoise import FSDPStrategy, PipelineStrategy, Quantization
-from tests.extensions.quantization.qlora import QLoRA, tokens
+from equipoise import FSDPStrategy, PipelineStrategy
+from tests.extensions.quantization.qlora import tokens
 from tests.support.trainer_runs import trainer
 
 _STRATEGIES: dict[str, Any] = {
@@ -22,8 +19,6 @@ _STRATEGIES: dict[str, Any] = {
     "pipeline": lambda: {"strategy": PipelineStrategy(), "devices": ["cpu", "cpu"]},
     "pipeline, processes": lambda: {"strategy": PipelineStrategy(engine="processes"), "devices": ["cpu", "cpu"]},
 }
-# The last step before the kill, in the second of three epochs.
-KILLED_AFTER = 5
 
 
 def fit(module: Any, *callbacks: L.Callback, strategy: str = "single_device", path: Any = None, **options: Any) -> Any:
@@ -45,18 +40,3 @@ def fit(module: Any, *callbacks: L.Callback, strategy: str = "single_device", pa
 def saving(folder: Path) -> ModelCheckpoint:
     """Return a callback that writes a checkpoint after each step."""
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False)
-
-
-class Kill(L.Callback):
-    """Kills all processes of the run at the beginning of a step."""
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == KILLED_AFTER:
-            os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def be_killed() -> None:
-    """Train until the kill; arguments are the strategy, the kind of quantisation, and the folder of checkpoints."""
-    strategy, kind, folder = sys.argv[1:]
-    callbacks = [Quantization(kind), saving(Path(folder)), Kill()]  # type: ignore[arg-type]
-    fit(QLoRA(), *callbacks, strategy=strategy, max_epochs=3, enable_checkpointing=True)

@@ -1,4 +1,4 @@
-"""QLoRA and float8 on two CPU devices: under each strategy the run is that of one device, also after a kill."""
+"""QLoRA and float8 on two CPU devices: under each strategy the run is that of one device, also one that is resumed."""
 
 from functools import cache
 from pathlib import Path
@@ -8,9 +8,8 @@ import pytest
 
 from equipoise import Float8Training, Quantization
 from tests.extensions.quantization.qlora import Full, QLoRA, difference, stored
-from tests.extensions.quantization.runs import KILLED_AFTER, fit
+from tests.extensions.quantization.runs import fit, saving
 from tests.support.equality import assert_equal
-from tests.support.programs import Program
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated",
@@ -19,8 +18,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The checkpoint holds states of callbacks",
     "ignore:FSDP2-wrapped module",
 )
-
-PROGRAM = "from tests.extensions.quantization.runs import be_killed\nbe_killed()"
 
 
 @cache
@@ -58,15 +55,12 @@ def test_adapters_are_those_of_one_device(strategy: str, kind: Any) -> None:
         *(("dp", "int8"), ("ddp", "nf4"), ("fsdp", "int8"), ("fsdp, sharded", "nf4"), ("pipeline, processes", "nf4")),
     ],
 )
-def test_a_killed_run_ends_as_an_undisturbed_one(strategy: str, kind: Any, tmp_path: Path) -> None:
-    with Program(PROGRAM, strategy, kind, str(tmp_path), starts_workers=True) as program:
-        _, complaint = program.finish()
-        # Processes of a strategy are a group of their own, whose loss ends the program.
-        assert program.returncode == -9 or "SIGKILL" in complaint, complaint
-    assert not (tmp_path / f"step={KILLED_AFTER + 1}.ckpt").exists()
-    path = tmp_path / f"step={KILLED_AFTER}.ckpt"
-    resumed = fit(QLoRA(), Quantization(kind), strategy=strategy, path=path, max_epochs=3)
-    check_equal(resumed, fit(QLoRA(), Quantization(kind), strategy=strategy, max_epochs=3), 0)
+def test_a_resumed_run_ends_as_an_undisturbed_one(strategy: str, kind: Any, tmp_path: Path) -> None:
+    """It goes on within the second of three epochs."""
+    options: dict[str, Any] = {"strategy": strategy, "max_epochs": 3, "enable_checkpointing": True}
+    undisturbed = fit(QLoRA(), Quantization(kind), saving(tmp_path), **options)
+    resumed = fit(QLoRA(), Quantization(kind), strategy=strategy, path=tmp_path / "step=5.ckpt", max_epochs=3)
+    check_equal(resumed, undisturbed, 0)
     # Another strategy continues the run, with the second epoch.
     alone = fit(QLoRA(), Quantization(kind), path=tmp_path / "step=3.ckpt", max_epochs=3)
     check_equal(alone, on_one_device(kind, 3), 1e-12)
