@@ -1,4 +1,4 @@
-"""Lists of tensors, random numbers and measured shares on a GPU, as on the CPU."""
+"""Lists of tensors, random numbers, threads and measured shares on a GPU, as on the CPU."""
 
 import io
 
@@ -7,6 +7,7 @@ import torch
 
 from equipoise.interop.torch import foreach
 from equipoise.parallel.batches.calibration import Calibration
+from equipoise.parallel.replicas.device_threads import DeviceThreads
 from equipoise.parallel.snapshot.random_state import RandomState, capture, isolated
 from tests.gpu.runs import CPU, GPU
 
@@ -43,6 +44,27 @@ def through_a_file(state: RandomState) -> RandomState:
     torch.save({"random": state.state_dict()}, file)
     file.seek(0)
     return RandomState.from_state_dict(torch.load(file, weights_only=True)["random"])
+
+
+# Threads
+
+
+def test_threads_take_a_stream_along() -> None:
+    # The last device is not the current one where there are several.
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    threads = DeviceThreads([CPU, last, torch.device("meta")])
+
+    def current() -> tuple[int, torch.cuda.Stream]:
+        return torch.cuda.current_device(), torch.cuda.current_stream(last)
+
+    stream = torch.cuda.Stream(last)
+    try:
+        with torch.cuda.stream(stream):
+            # What there is one of runs in the thread of the caller.
+            seen = threads.run([(0, lambda: None), (2, current)])[1]
+    finally:
+        threads.close()
+    assert seen == (last.index, stream)
 
 
 # Measured shares

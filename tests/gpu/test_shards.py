@@ -71,7 +71,7 @@ def test_two_gpus(data: int, tensor: int) -> None:
 @needs_two_gpus
 def test_sequences_divided_over_two_gpus() -> None:
     """Ten steps with four sequences each."""
-    sequences = DataLoader(samples(20), batch_size=4)  # type: ignore[arg-type]
+    sequences: Any = DataLoader(samples(20), batch_size=4)  # type: ignore[arg-type]
     expected = fit("single_device", [CPU], lambda: Task(Gpt()), sequences)
     actual = fit(FSDPStrategy(context=2), [GPU, SECOND_GPU], lambda: Task(Gpt()), sequences)
     assert_close(expected, actual, TOLERANCE)

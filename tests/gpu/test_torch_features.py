@@ -42,7 +42,7 @@ def test_fused_and_capturable_optimizers(kind: Any, of_optimizer: dict[str, Any]
 
 
 def test_optimizers_that_the_trainer_fuses() -> None:
-    options = {"gradient_clip_val": 0.05}
+    options: Any = {"gradient_clip_val": 0.05}
     assert_same_run(fit(Classifier, CPU, **options), fit(Classifier, fused_optimizer=True, **options), TOLERANCE)
 
 

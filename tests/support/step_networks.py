@@ -143,6 +143,8 @@ class OfBatch(Network):
 class Averaging(Network):
     """Holds a network that follows the other one and a memory, and changes its batch, all in place."""
 
+    memory: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.target = nn.Linear(FEATURES, 8)

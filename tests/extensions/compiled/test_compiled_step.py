@@ -118,7 +118,7 @@ def test_loggers_receive_what_eager_steps_log(lowering: Lowering, tmp_path: Path
         fit(Network(), logger=logger, log_every_n_steps=1, compile=compiled)
         with (Path(logger.log_dir) / "metrics.csv").open() as file:
             rows.append([{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)])
-    assert_equal(*rows, 1e-9)
+    assert_equal(rows[0], rows[1], 1e-9)
 
 
 @pytest.mark.quick_cases(3)

@@ -238,7 +238,7 @@ def test_outputs_in_memory_of_the_module() -> None:
 
 
 def test_recomputed_activations_keep_a_step_eager() -> None:
-    options = {"max_epochs": 1, "activation_checkpointing": ["net.2"]}
+    options: Any = {"max_epochs": 1, "activation_checkpointing": ["net.2"]}
     eager = fit(Network, **options)
     with pytest.warns(UserWarning, match=f"{STAYS_EAGER} Unsupported function call"):
         captured = fit(Network, capture=True, **options)
