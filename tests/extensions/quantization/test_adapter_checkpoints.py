@@ -140,7 +140,8 @@ def test_weights_of_a_whole_checkpoint_stay_in_checkpoints(name: str, path: Path
 
 def test_digests_tell_weights_apart() -> None:
     weight = torch.arange(12.0).view(4, 3)
-    others = [weight.flip(0), weight.view(3, 4), weight[0], weight[0, 1]]
+    others = [weight.flip(0), weight.flip(1), weight.view(3, 4), weight[0], weight[0, 1]]
+    others += [torch.full((4, 4), value) for value in (0.0, 1.0)]
     others += [weight.to(dtype) for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64, torch.bool)]
     digests = [digest_of(value, "32-true") for value in (weight, *others)]
     assert len(set(digests)) == len(digests)
