@@ -321,6 +321,13 @@ class Sparse(Network):
         return {"loss": result["loss"] + self.table(batch[1]).square().mean()}
 
 
+class LooksForAnomalies(Network):
+    """Turns on what `Trainer(detect_anomaly=True)` turns on."""
+
+    def on_train_start(self) -> None:
+        torch.autograd.set_detect_anomaly(True)
+
+
 def halve(weight: Tensor) -> None:
     weight.grad.mul_(0.5)
 
@@ -357,6 +364,7 @@ EAGER: dict[str, tuple[Any, dict[str, Any], str]] = {
     "hook from the start": (Hooked, {}, "because the parameter net.0.weight has a hook on its gradient"),
     "profiled": (Network, {"profiler": "simple"}, "because a profiler"),
     "anomalies": (Network, {"detect_anomaly": True}, "because detect_anomaly"),
+    "anomalies by torch": (LooksForAnomalies, {}, "because detect_anomaly"),
     # The traced graph ends in the midst, where it has turned off gradients.
     "sparse gradients": (Sparse, {}, "because a compiled one ends with an error"),
 }

@@ -281,6 +281,8 @@ class Later(Classifier):
         if self.current_epoch and batch_idx > 2:
             if self.what == "list":
                 self.losses.append(loss.detach())
+            elif self.what == "attribute":
+                self.last = loss.detach()
             elif self.what == "metric":
                 self.accuracy.update(logits, batch[1])
             elif self.what == "branch" and loss > 0:
@@ -351,6 +353,7 @@ class Checkpointed(Classifier):
         (Clamping, "changes parameters"),
         (InPlace, "changes its batch"),
         (partial(Later, "list"), "changes a list"),
+        (partial(Later, "attribute"), "sets Later.last"),
         (partial(Later, "metric"), "calls a metric"),
         (partial(Later, "branch"), "data-dependent"),
     ],
