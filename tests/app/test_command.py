@@ -12,7 +12,6 @@ from equipoise import __version__
 from equipoise.app.command_line.commands import OWN_COMMANDS, command_named
 from equipoise.app.command_line.quick_check import refuse_unknown_keys, trainer_arguments
 from equipoise.app.config.keys import KEYS
-from equipoise.app.help import arguments_in
 from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import names_of_extensions
 
@@ -107,17 +106,6 @@ def test_help_of_a_key_that_does_not_exist(project, equipoise):
     assert "no 'nothing' in the group 'trainer'" in err
 
 
-def test_arguments_of_a_docstring():
-    assert arguments_in(
-        "One.\n\nArgs:\n    a: First,\n        continues.\n    b, c (int): Both.\n\nReturns:\n    d: No.\n"
-    ) == {
-        "a": "First, continues.",
-        "b": "Both.",
-        "c": "Both.",
-    }
-    assert arguments_in("Nothing here.") == {}
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -125,8 +113,6 @@ def test_arguments_of_a_docstring():
         ("--help", 0),
         ("plan --help", 0),
         ("fit trainer.max_epoch=3", 2),
-        ("fit epochs=3", 2),
-        ("fit --epochs=3", 2),
         ("train", 2),
     ],
 )
@@ -143,12 +129,11 @@ def test_an_answer_that_needs_no_torch_imports_none(project, arguments, code):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("arguments", [("--help",), pytest.param(("fit", "--help"), marks=pytest.mark.slow)])
-def test_a_reader_that_ends_ends_the_command_silently(project, arguments):
-    """`equipoise fit --help | head -1`: the rest of the output has no reader."""
+def test_a_reader_that_ends_ends_the_command_silently(project):
+    """`equipoise --help | head -1`: the rest of the output has no reader."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "equipoise", *arguments]
+    command = [sys.executable, "-m", "equipoise", "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with os.fdopen(write_end, "w") as closed:
         done = subprocess.run(

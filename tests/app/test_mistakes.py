@@ -11,13 +11,11 @@ from tests.support.projects import write
 MISTAKES = [
     # keys
     ("fit trainer.max_epoch=3", "no key 'trainer.max_epoch'", "did you mean 'trainer.max_epochs'?"),
-    ("fit +trainer.max_epoch=3", "not an argument of Trainer", "did you mean 'trainer.max_epochs'?"),
     ("fit callback=[timer]", "no key 'callback'", "did you mean 'callbacks'?"),
     ("fit +modul.x=1", "no key 'modul'", "did you mean 'module'?"),
     ("fit module.lrr=3", "no key 'module.lrr'", "did you mean 'module.lr'?"),
     ("fit module.zzz=3", "no key 'module.zzz'", "there are: lr, settings, sizes."),
     ("fit +module.lrr=3", "module.lrr is not an argument of Line", "did you mean 'module.lr'?"),
-    ("fit callbacks.run_summary.tabel=1", "no key 'callbacks.run_summary.tabel'", "run_summary.table'?"),
     ("fit hydra.run.dirr=3", "no key 'hydra.run.dirr'", "did you mean 'hydra.run.dir'?"),
     ("fit ~modul", "no key 'modul'", "did you mean 'module'?"),
     ("fit trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),
@@ -31,28 +29,21 @@ MISTAKES = [
     ("fit strategy=single_devise", "no 'single_devise' in the group 'strategy'", "did you mean 'single_device'?"),
     ("fit strategy=DDP", "no 'DDP' in the group 'strategy'", "did you mean 'ddp'?"),
     ("fit logger=false", "no false in the group 'logger'", "did you mean 'none'?"),
-    ("fit logger=tensorbord", "no 'tensorbord' in the group 'logger'", "did you mean 'tensorboard'?"),
-    ("fit callbacks=[early_stoping]", "no 'early_stoping' in the group 'callbacks'", "did you mean 'early_stopping'?"),
     ("fit callbacks.early_stopping.patience=3", "not part of the configuration", "callbacks=[early_stopping]"),
     ("fit module=wide module.width=3", "but tiny.wide.Wide takes it", "add it by +module.width=VALUE"),
     ("fit module.learning_rate=3", "no key 'module.learning_rate'", "did you mean 'module.lr'?"),
     ("fit optimizer.lr=3", "no key 'optimizer'", "`configure_optimizers` of the module makes optimisers"),
-    ("fit module=wide module.widht=3", "no key 'module.widht'", "there are: lr, settings, sizes."),
     ("fit precision=17", "no 17 in the group 'precision'", "16-mixed, 16-true"),
     ("fit strategy=deepspeed", "strategy='deepspeed' is not supported", "strategy='fsdp'"),
     ("fit data=null", "no null in the group 'data'", "~data leaves the group out"),
     ("fit data=mnist", "no 'mnist' in the group 'data'", "A file conf/data/mnist.yaml adds one."),
     ("fit trainer=gpu", "no 'gpu' in the group 'trainer'", "as in trainer.KEY=VALUE"),
     ("fit hydra/launcher=submitit_slurm", "no 'submitit_slurm'", "pip install hydra-submitit-launcher"),
-    ("fit experiment=shrt", "no 'shrt' in the group 'experiment'", "did you mean 'short'?"),
     ("fit experiment=group", "no group 'modul' to override", "did you mean 'module'?"),
     # values
     ("fit trainer.max_epochs=many", "trainer.max_epochs: Value 'many'", "Integer"),
     ("fit trainer.max_epochs=-7", "max_epochs", "\nIn the configuration: trainer.max_epochs=-7."),
-    ("fit trainer.verify=-1", "verify must be an integer of at least 0", "-1"),
-    ("fit trainer.enable_progress_bar=perhaps", "trainer.enable_progress_bar: Value 'perhaps'", "bool"),
     ("fit trainer.limit_train_batches=few", "limit_train_batches must be of type int | float", "it is 'few'"),
-    ("fit trainer.devices=many", "devices", "many"),
     ("fit trainer.accelerator=cuda:1", "names one device", "give devices=['cuda:1']"),
     ("fit module.lr=[1,2]", "it is [1, 2]", "--multirun module.lr=1,2"),
     ("fit callbacks=[early_stopping]", "callbacks.early_stopping.monitor must be given a value", "=VALUE"),
@@ -62,9 +53,7 @@ MISTAKES = [
     ("fit module.sizes=3", "module.sizes must be of type list", "it is 3"),
     ("fit data.count=4.5", "data.count must be of type int, as Points annotates it", "it is 4.5"),
     ("fit +module.x={_target_:tiny.data.Points,count:many}", "module.x.count must be of type int", "it is 'many'"),
-    ("fit +trainer.callbacks=x", "'trainer.callbacks' is not a key of the trainer", "callbacks=[NAME]"),
     ("fit +trainer.logger=false", "'trainer.logger' is not a key of the trainer", "logger=[NAME]"),
-    ("fit +trainer.strategy=ddp", "'trainer.strategy' is not a key of the trainer", "strategy=NAME"),
     ("fit objective=3", "objective must be the name of a logged value", "it is 3"),
     ("fit seed=once", "seed must be a whole number from 0", "'once'"),
     ("fit seed=-1", "seed must be a whole number from 0 to 4294967295", "it is -1"),
@@ -74,12 +63,10 @@ MISTAKES = [
     ("fit test=perhaps", "test must be true or false", "'perhaps'"),
     ("fit module.lr=${nope}", "module.lr: Interpolation key 'nope' not found", ""),
     ("fit trainer.max_epochs=1,2", "trainer.max_epochs=1,2", "--multirun"),
-    ("fit foo", "Cannot read 'foo'", "key=value without spaces"),
     ("fit trainer.max_epochs = 3", "Cannot read 'trainer.max_epochs'", "key=value without spaces"),
     ("fit trainer.devices=[cpu, cpu]", "Cannot read 'trainer.devices=[cpu,'", "the whole argument in quotes"),
     ("fit conf/experiment/short.yaml", "Cannot read", "as experiment=short"),
     ("fit help", "Cannot read 'help'", "did you mean --help?"),
-    ("fit x=[1", "Cannot read 'x=[1'", "quotes"),
     ("fit experiment=torn", "torn.yaml, line 4", "expected"),
     ("fit experiment=tabs", "tabs.yaml, line 3", "Indent with spaces."),
     # targets
@@ -91,13 +78,10 @@ MISTAKES = [
         "tiny.broken failed with: No module named 'not_installed'",
         "pip install not_installed",
     ),
-    ("fit module._target_=tiny.module.Line.lr.x", "tiny.module.Line has no 'lr'", ""),
     ("fit module._target_=tiny.__name__", "must be a class or a function", "'tiny'"),
     ("fit module._target_=tiny/module.py:Line", "cannot be imported", "as Python imports it, tiny.module.Line."),
     ("fit module._target_=Line", "cannot be imported", "did you mean 'tiny.module.Line'?"),
-    ("fit module._target_=tiny.Line", "cannot be imported", "did you mean 'tiny.module.Line'?"),
     ("fit module._target_=tiny.unfinished.Line", "unfinished.py, line 1", "class Line"),
-    ("fit +module.x={_target_:fractions.Fractin}", "module.x._target_='fractions.Fractin'", "'Fraction'"),
     ("fit +module.x={_target_:fractions.Fraction,numer:1}", "module.x.numer is not an argument", "numerator"),
     ("fit ~module.lr", "Line needs lr", "module.lr=VALUE"),
     ("fit ~module", "There is no module", "module=NAME"),
@@ -111,26 +95,17 @@ MISTAKES = [
     # runs
     ("test ckpt_path=best", "no earlier run of this module left a checkpoint", "Give a path"),
     ("fit ckpt_path=nowhere.ckpt", "The checkpoint 'nowhere.ckpt' does not exist", ""),
-    ("test ckpt_path=nowhere.ckpt", "The checkpoint 'nowhere.ckpt' does not exist", ""),
     ("test ckpt_path=conf", "The checkpoint 'conf' is a folder", "not a file in it"),
     # the command line itself
     ("fit max_epochs=3", "no key 'max_epochs'", "did you mean 'trainer.max_epochs'?"),
     ("fit lr=0.5", "no key 'lr'", "did you mean 'module.lr'?"),
-    ("fit count=3", "no key 'count'", "did you mean 'data.count'?"),
-    ("fit logger=neptune", "no 'neptune' in the group 'logger'", "A file conf/logger/neptune.yaml adds one."),
-    ("fit logger=comet", "logger.comet needs comet-ml, which is not installed", "pip install comet-ml"),
-    ("fit logger=[csv,mlflow]", "logger.mlflow needs mlflow, which is not installed", "pip install mlflow"),
-    ("fit logger=wandb", "logger.wandb needs wandb, which is not installed", "pip install wandb"),
     ("fit epochs=3", "no key 'epochs'", "did you mean 'trainer.max_epochs'?"),
-    ("fit learning_rate=3", "no key 'learning_rate'", "did you mean 'module.lr'?"),
     ("fit model.lr=0.5", "no key 'model'", "did you mean 'module'?"),
     ("fit fp16=true", "no key 'fp16'", "did you mean 'precision=16-mixed'?"),
     ("fit resume=last", "no key 'resume'", "did you mean 'ckpt_path'?"),
     ("fit trainer.gpus=2", "no key 'trainer.gpus'", "did you mean 'trainer.devices'?"),
     ("fit +trainer.gpus=2", "not an argument of Trainer", "did you mean 'trainer.devices'?"),
-    ("fit trainer.resume_from_checkpoint=x", "no key", "did you mean 'ckpt_path'?"),
     ("fit trainer.auto_lr_find=true", "no key", "did you mean 'callbacks=[learning_rate_finder]'?"),
-    ("fit trainer.lr=3", "no key 'trainer.lr'", "did you mean 'module.lr'?"),
     ("fit trainer.zzz=3", "no key 'trainer.zzz'", "`equipoise fit --help trainer` explains"),
     ("fit precision=fp16", "no 'fp16' in the group 'precision'", "did you mean '16-mixed'?"),
     ("fit callbacks=[ema]", "no 'ema' in the group 'callbacks'", "did you mean 'ema_weight_averaging'?"),
@@ -140,23 +115,18 @@ MISTAKES = [
     ("fit --config-name without_base", "callbacks is overridden", "put equipoise first in the defaults list"),
     ("fit --config-name self", "names '_self'", "did you mean '_self_'?"),
     ("fit --config-name early", "move `override callbacks` below the groups that follow", ""),
-    ("fit --config-name earlier", "move `override callbacks` below module", ""),
     ("fit +data.count=4", "has the key 'data.count'", "write data.count=4, without a plus"),
     ("fit +data=points", "data is chosen twice", "write data=NAME, without a plus"),
     ("fit module.lr=1e-3,1e-4", "gives several values", "--multirun runs each of them, module.lr=[1e-3,1e-4]"),
     ("train", "no command 'train'", "did you mean 'fit'?"),
-    ("eval", "no command 'eval'", "did you mean 'validate'?"),
     ("fit --epochs=3", "no flag '--epochs'", "as trainer.max_epochs=3"),
     ("fit --lr 0.1", "no flag '--lr'", "as module.lr=VALUE"),
     ("fit --fp16", "no flag '--fp16'", "as precision=16-mixed"),
     ("fit callbacks=[early_stopping] callbacks.early_stopping.monitor=val_los", "monitors 'val_los'", "'val_loss'?"),
     ("fit --batch-size 32", "no flag '--batch-size'", "as data.batch_size=VALUE"),
-    ("fit --seed 3", "no flag '--seed'", "as seed=VALUE"),
     ("fit -e short", "no flag '-e'", "did you mean"),
     ("fit -max_epochs=3", "no flag '-max_epochs'", "as trainer.max_epochs=3"),
-    ("-V", "Flags follow the command", "equipoise fit --help"),
     ("fit --debug=1", "--debug takes no value", ""),
-    ("fit --help max_epoch", "no key 'max_epoch'", "did you mean 'trainer.max_epochs'?"),
     ("--multirun fit module.lr=1,2", "Flags follow the command", "equipoise fit --multirun"),
     ("plan --timeout 5", "--timeout takes seconds above 0, such as --timeout=300.", ""),
     ("fti", "no command 'fti'", "did you mean 'fit'?"),
@@ -165,7 +135,6 @@ MISTAKES = [
     ("fit --config-dir nowhere", "no folder 'nowhere'", "--config-dir"),
     ("fit --config-dir", "must be followed by a folder", ""),
     ("fit --config-dir= trainer.max_epochs=1", "must be followed by a folder", ""),
-    ("fit -cd=nowhere trainer.max_epochs=1", "no folder 'nowhere'", "--config-dir"),
     ("fit stage=test", "equipoise test, not equipoise fit stage=test", ""),
     ("devices cuda", "takes no arguments", "cuda"),
     ("init", "takes one folder", "nothing"),
@@ -188,7 +157,6 @@ def test_one_message(project, equipoise, line, what, way_out):
             "conf/callbacks/unpackaged.yaml": "_target_: lightning.pytorch.callbacks.Timer\n",
             "conf/without_base.yaml": "defaults: [override callbacks: [model_checkpoint]]\n",
             "conf/early.yaml": "defaults: [equipoise, _self_, override callbacks: [timer], module: line]\n",
-            "conf/earlier.yaml": "defaults: [equipoise, _self_, override callbacks: timer, module: line]\n",
             "conf/self.yaml": "defaults: [equipoise, _self, module: line, data: points]\n",
             "conf/experiment/torn.yaml": "# @package _global_\ntrainer: {\n  max_epochs: 3\n",
             "conf/experiment/tabs.yaml": "# @package _global_\ntrainer:\n\tmax_epochs: 3\n",
@@ -221,8 +189,6 @@ def test_one_message(project, equipoise, line, what, way_out):
     "line",
     [
         "fit ckpt_path=nowhere.ckpt seed=0",
-        "test ckpt_path=best",
-        "fit module.lr=abc seed=0",
         "fit +modul.x=1",
         "fit hydra.run.dir=here/there module._target_=tiny.module.Lime",
     ],
@@ -283,7 +249,7 @@ def test_a_configuration_without_ours(project, equipoise):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("callbacks", ["[1]", "1", "{x: 1}"])
+@pytest.mark.parametrize("callbacks", ["[1]", "{x: 1}"])
 def test_callbacks_that_are_no_mapping_to_targets(project, equipoise, callbacks):
     write(project, {"conf/experiment/listed.yaml": f"# @package _global_\ncallbacks: {callbacks}\n"})
     code, _, err = equipoise("fit", "experiment=listed")
@@ -327,7 +293,6 @@ def test_what_needs_processes_is_refused_where_none_can_be_started(project, equi
         ("+foo.bar=1", "nothing reads the key 'foo.bar', which the command line adds"),
         ("+lines.lr=0.3", "did you mean 'module.lr'?"),
         ("+my.count=2", "did you mean 'data.count'?"),
-        ("+precision.kind=16", "nothing reads the key 'precision.kind'"),
     ],
 )
 def test_a_key_that_nothing_reads(project, equipoise, override, hint):
@@ -367,7 +332,7 @@ LOADER = """
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("value", ["batch_size=0", "batch_size=-3", "num_workers=-1"])
+@pytest.mark.parametrize("value", ["batch_size=0", "num_workers=-1"])
 def test_a_loader_that_torch_refuses(project, equipoise, value):
     write(project, {"tiny/sized.py": LOADER})
     code, _, err = equipoise("fit", "data._target_=tiny.sized.Sized", f"+data.{value}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Dict, List, Literal, Optional, Tuple, TypeVar, Union  # noqa: UP035
+from typing import TYPE_CHECKING, Annotated, Any, Dict, Literal, Optional, Tuple, TypeVar, Union  # noqa: UP035
 
 import pytest
 import torch
@@ -26,23 +26,18 @@ T = TypeVar("T")
         (Path, ["a/b"], [None, []]),
         (None, [None], [0, ""]),
         (Optional[float], [None, 0.5], ["abc"]),  # noqa: UP045
-        (float | None, [None, 1], ["abc", []]),
         (Union[int, str], [1, "a"], [None, []]),  # noqa: UP007
         (int | torch.dtype, [1, "float32", None], []),
-        (Literal["relu", "gelu"], ["relu"], ["tanh", None, 1]),
-        (Literal[1, 2], [1], [True, "1", 3]),
+        (Literal["relu", 1], ["relu", 1], ["tanh", None, True]),
         (list, [[], [1, "a"]], ["a", None, {}, 3]),
         (list[int], [[], [1, 2]], [["a"], 3, None, [None]]),
-        (List[float], [[0.1, 2]], [["a"]]),  # noqa: UP006
         (tuple[int, int], [[1, 2]], [[1], [1, "a"], 1]),
         (Tuple[int, ...], [[], [1, 2, 3]], [["a"]]),  # noqa: UP006
         (Sequence[str], [["a"], "a"], [3, None]),
         (Iterable[int], [[1]], [None, ["a"]]),
-        (dict, [{}, {"a": 1}], [[], None, "a"]),
         (Dict[str, float], [{"a": 1}], [{"a": "b"}, []]),  # noqa: UP006
         (Mapping[str, list[int]], [{"a": [1]}], [{"a": 1}]),
         (Annotated[int, "a note"], [1], ["a"]),
-        (list[list[int]], [[[1]]], [[1]]),
     ],
 )
 def test_plain_types(annotation: Any, right: list[Any], wrong: list[Any]) -> None:
@@ -50,7 +45,7 @@ def test_plain_types(annotation: Any, right: list[Any], wrong: list[Any]) -> Non
     assert [value for value in wrong if accepts(annotation, value)] == []
 
 
-@pytest.mark.parametrize("annotation", [Any, object, T, torch.nn.Module, torch.Tensor, "text", type[int], int.__add__])
+@pytest.mark.parametrize("annotation", [Any, T, torch.nn.Module, "text", type[int], int.__add__])
 def test_every_other_annotation_accepts_everything(annotation: Any) -> None:
     for value in (1, "a", None, [], {}):
         assert accepts(annotation, value)
@@ -94,11 +89,6 @@ def test_null_names_its_own_way_out() -> None:
 
 
 def lambda_with_annotation(dropout: float) -> None: ...
-
-
-def test_what_has_no_signature_is_passed_over() -> None:
-    check_types(dict.fromkeys, {"a": 1}, "module")
-    check_types(iter, {"a": 1}, "module")
 
 
 def test_names_of_types_are_without_modules_but_values_stay() -> None:

@@ -19,14 +19,11 @@ def test_other_arguments_stay_as_they_are():
     assert translate(arguments) == arguments
 
 
-def test_sweeps():
-    assert translate(["precision=16,bf16-true,64"]) == ["precision=16-mixed,bf16-true,64-true"]
-
-
 def test_a_project_may_have_options_of_such_names(tmp_path):
     for group, name in (("precision", "bf16"), ("strategy", "fsdp"), ("strategy", "ddp_spawn")):
         (tmp_path / group).mkdir(exist_ok=True)
         (tmp_path / group / f"{name}.yaml").touch()
     arguments = ["precision=bf16", "strategy=fsdp", "strategy=ddp_spawn"]
     assert translate(arguments, [tmp_path]) == arguments
-    assert translate(["strategy=ddp_fork", "precision=16"], [tmp_path]) == ["strategy=ddp", "precision=16-mixed"]
+    sweep = translate(["strategy=ddp_fork", "precision=16,bf16-true,64"], [tmp_path])
+    assert sweep == ["strategy=ddp", "precision=16-mixed,bf16-true,64-true"]

@@ -31,11 +31,6 @@ def save(path: str, age: int, target: str = "mine.Net", best: str = "", developm
     return file
 
 
-def test_nothing():
-    assert find_checkpoint("last", VALUES).path is None
-    assert find_checkpoint("best", VALUES).path is None
-
-
 def test_last_is_the_newest_of_the_same_module():
     save("outputs/today/0/checkpoints/a.ckpt", age=5)
     newest = save("outputs/today/1/checkpoints/b.ckpt", age=3)
@@ -52,6 +47,8 @@ def test_a_run_in_development_does_not_count():
 def test_a_job_of_a_sweep_is_passed_over_and_named():
     older = save("multirun/today/0/7/checkpoints/b.ckpt", age=7)
     assert find_checkpoint("last", VALUES) == (None, older)
+    with pytest.raises(ConfigurationError, match=f"The newest of a job of a sweep is '{older}'"):
+        chosen_checkpoint({**VALUES, "ckpt_path": "last"})
     run = save("outputs/today/0/checkpoints/a.ckpt", age=5)
     assert find_checkpoint("last", VALUES) == (run, None)
     newer = save("multirun/today/1/7/checkpoints/b.ckpt", age=3)
@@ -63,7 +60,7 @@ def test_a_job_of_a_sweep_is_passed_over_and_named():
 
 
 @pytest.mark.parametrize("choice", ["last", "best"])
-def test_the_message_does_not_call_a_newer_file_the_best(choice, capsys):
+def test_a_newer_job_of_a_sweep_is_passed_over_aloud(choice, capsys):
     best = save("outputs/today/0/checkpoints/best.ckpt", age=6)
     save("outputs/today/0/checkpoints/last.ckpt", age=5, best=str(best))
     job = save("multirun/today/1/7/checkpoints/last.ckpt", age=3)

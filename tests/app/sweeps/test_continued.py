@@ -65,13 +65,6 @@ def test_a_launcher_without_our_paths(project, equipoise, tmp_path_factory, monk
     assert code == 0, err
 
 
-@pytest.mark.thorough
-def test_the_folder_of_a_refused_job_stays(project, equipoise):
-    """A launcher such as submitit logs there after the job."""
-    assert equipoise(*SWEEP, "module._target_=tiny.module.Line,tiny.module.Lime")[0] == 2
-    assert (project / "sweep" / "1").is_dir()
-
-
 class InTurn:
     """A launcher of the user's own, which runs jobs in this process until one is interrupted."""
 

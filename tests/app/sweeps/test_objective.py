@@ -112,7 +112,6 @@ REFUSED = [
         "hydra.sweeper.direction=maximize",
     ),
     (("objective=[val_loss,train_loss]",), "has 1 (minimize) and objective has 2", "same length"),
-    (("objective=3",), "objective must be the name of a logged value", "it is 3"),
     (("objective=[]",), "objective must be the name of a logged value", "it is []"),
     (("trainer.max_epoch=3",), "no key 'trainer.max_epoch'", "did you mean 'trainer.max_epochs'?"),
 ]

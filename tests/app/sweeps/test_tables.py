@@ -10,8 +10,8 @@ from rich.console import Console
 
 from equipoise.app.sweeps import tables
 from equipoise.app.sweeps.collection import collected_results, current_results
-from equipoise.app.sweeps.progress import JobProgress, Progress, callbacks_of_job, report_metrics, reporting_to
-from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
+from equipoise.app.sweeps.progress import Progress
+from equipoise.app.sweeps.results import JobResult, SweepResults
 from equipoise.app.sweeps.tables import SweepDisplay, closing_table, live_table, print_closing_table
 from equipoise.errors import SweepError
 from tests.support.terminal import Terminal
@@ -124,55 +124,23 @@ def test_a_terminal_shows_the_live_table_until_the_end(results, monkeypatch):
     assert terminal.text == ""
 
 
-def run_two_batches(folder, error):
-    """Run two jobs of one batch each, as a sweeper does that chooses jobs one by one; the second fails."""
-    with collected_results() as results:
-        assert current_results() is results
-        first, second = job(0, 0), job(1, 1)
-        results.add([first], folder)
-        first.finish(None)
-        results.add([second], folder)
-        second.fail(error)
-        results.keep_failure(second)
+@collected_results()
+def run_two_batches(folder):
+    """As a sweeper does that chooses jobs one by one."""
+    results = current_results()
+    first, second = job(0, 0), job(1, 1)
+    results.add([first], folder)
+    first.finish(None)
+    results.add([second], folder)
+    second.fail(RuntimeError("broken"))
+    results.keep_failure(second)
 
 
 def test_results_of_several_batches_are_one_table(tmp_path, capsys):
     with pytest.raises(SweepError, match="1 of 2 jobs failed: 1"):
-        run_two_batches(tmp_path, RuntimeError("broken"))
+        run_two_batches(tmp_path)
     assert capsys.readouterr().out.count("Sweep: 1 done, 1 failed") == 1
     assert current_results() is None
-
-
-def interrupt_a_sweep(folder, interrupted):
-    with collected_results() as results:
-        results.add([interrupted], folder)
-        interrupted.interrupt()
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_leaves_its_table(tmp_path, capsys):
-    interrupted = job(0, 0)
-    with pytest.raises(KeyboardInterrupt):
-        interrupt_a_sweep(tmp_path, interrupted)
-    assert "Sweep: 1 interrupted" in capsys.readouterr().out
-    assert interrupted.state is JobState.INTERRUPTED
-
-
-def test_no_jobs_no_table(capsys):
-    with collected_results():
-        pass
-    assert capsys.readouterr().out == ""
-
-
-def test_reports_of_a_job():
-    received = []
-    report_metrics({"val_loss": 1.0})
-    assert callbacks_of_job() == []
-    with reporting_to(received.append):
-        (callback,) = callbacks_of_job()
-        assert isinstance(callback, JobProgress)
-        report_metrics({"val_loss": 0.5})
-    assert received == [Progress({"val_loss": 0.5})]
 
 
 def test_pages_of_extensions_are_named_and_a_broken_one_is_told_of(results, tmp_path, monkeypatch):

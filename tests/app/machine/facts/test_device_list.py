@@ -38,13 +38,6 @@ def test_the_devices_of_a_build_without_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert (gpu.name, gpu.uuid, devices.failure) == ("A GPU", None, None)
 
 
-@pytest.mark.slow
-def test_a_process_reads_the_devices_of_a_build_with_gpus(built_for_cuda: None) -> None:
-    devices = read_devices()
-    assert devices.failure is None
-    assert devices.devices[0].device == "cpu"
-
-
 def list_a_gpu(only: object = None) -> list[DeviceInfo]:
     return [GPU]
 

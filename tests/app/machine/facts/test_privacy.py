@@ -15,10 +15,8 @@ def somebody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "private"),
     [
-        ("NCCL_DEBUG", "INFO", False),
         ("NCCL_SOCKET_IFNAME", "eth0,ib1", False),
         ("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX", False),
-        ("TORCH_LOGS", "+dynamo", False),
         ("TORCH_HOME", "/scratch/group/models", True),
         ("TORCH_HOME", "C:\\models", True),
         ("TORCH_RUN", "ada-7", True),
@@ -36,7 +34,6 @@ def test_values_of_variables(name: str, value: str, private: bool) -> None:
     ("message", "shown"),
     [
         ("cannot import name 'f' from 'g' (/home/ada/g.py)", "cannot import name 'f' from 'g' (...)"),
-        ("No module named 'psutil'", "No module named 'psutil'"),
         ("[Errno 2] No such file: '/srv/data/x'\nmore", "[Errno 2] No such file: '...'"),
         ("of ada: ~/x and b/c", "of ...: ... and b/c"),
     ],
