@@ -5,7 +5,6 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.support.benchmarks import Scripts
 
@@ -14,22 +13,6 @@ from tests.support.benchmarks import Scripts
 def benchmark(scripts: Scripts) -> ModuleType:
     """The benchmark's script."""
     return scripts("data_parallel", "main")["main"]
-
-
-def test_a_replica_built_anew_computes_the_same(benchmark: ModuleType) -> None:
-    module = benchmark.Deep(blocks=3)
-    replica = benchmark.rebuilt(module, torch.device("cpu"))
-    features = torch.randn(4, 32)
-    assert torch.equal(replica(features), module(features))
-    replica(features).sum().backward()  # as under nn.DataParallel, gradients reach the module's parameters
-    assert all(parameter.grad is not None for parameter in module.parameters())
-
-
-def test_the_best_shares_of_known_devices(benchmark: ModuleType) -> None:
-    pair = benchmark.Unequal((1.0, 1.0), (0.1, 0.3), 40)
-    assert pair.best() == 30
-    assert pair.seconds(30) == pytest.approx(0.004)
-    assert pair.seconds(40) == pytest.approx(0.005)  # the other device is left out, its base included
 
 
 @pytest.mark.thorough

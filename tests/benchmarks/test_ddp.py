@@ -17,24 +17,6 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
     return scripts("ddp", *MODULES)
 
 
-def test_the_clock_covers_the_steps_after_the_warm_up(benchmark: dict[str, ModuleType]) -> None:
-    main = benchmark["main"]
-    clock = main.Clock(warm_up=2, steps=4)
-    with mock.patch.object(main.time, "perf_counter", side_effect=[5.0, 5.6]):
-        for step in range(8):
-            clock.tick()
-            assert (clock.start == 5.0) == (step >= 2)
-            assert (clock.seconds > 0) == (step >= 6)
-    assert clock.seconds == pytest.approx(0.15)
-
-
-def test_the_data_last_for_all_steps(benchmark: dict[str, ModuleType]) -> None:
-    main = benchmark["main"]
-    assert len(main.data(3)) == 3 * main.BATCH * main.PROCESSES
-    for make in main.NETWORKS.values():
-        assert make()(main.data(1)[:5][0]).shape == (5, 10)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,16 +27,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import main
 
-{change}
 sys.exit(main.main(sys.argv[2:]))
 """
-
-
-def campaign(*arguments: str, change: str = "") -> tuple[int | None, str]:
-    """Return the exit code of a campaign, and all that it wrote."""
-    with Program(CAMPAIGN.format(change=change), str(BENCHMARKS / "kills"), *arguments) as program:
-        written, complaints = program.finish()
-        return program.returncode, written + complaints
 
 
 @pytest.mark.slow
@@ -44,8 +36,10 @@ def campaign(*arguments: str, change: str = "") -> tuple[int | None, str]:
 def test_a_sample(mode: str) -> None:
     """Drawn anew each time; the number of the first program is printed."""
     print("first:", first := random.randrange(10**6))
-    code, written = campaign("--modes", mode, "--cases", "2", "--first", str(first))
-    assert code == 0, written
+    arguments = ("--modes", mode, "--cases", "2", "--first", str(first))
+    with Program(CAMPAIGN, str(BENCHMARKS / "kills"), *arguments) as program:
+        written, complaints = program.finish()
+        assert program.returncode == 0, written + complaints
 
 
 def weights_off(outcome: Any) -> None:
@@ -56,30 +50,15 @@ def a_sample_lost(outcome: Any) -> None:
     outcome.seen.pop((0, 0, 0))
 
 
-def samples_exchanged(outcome: Any) -> None:
-    outcome.seen[0, 0, 0][0].reverse()
-
-
 def a_row_twice(outcome: Any) -> None:
     outcome.rows += outcome.rows.splitlines()[-1] + "\n"
 
 
-def another_best(outcome: Any) -> None:
-    outcome.values["best"][0][0] += "0"
-
-
-def optimizer_off(outcome: Any) -> None:
-    outcome.values["optimizer"]["state"][0]["exp_avg"] *= 1.001
-
-
-@pytest.mark.parametrize(
-    "spoil", [weights_off, a_sample_lost, samples_exchanged, a_row_twice, another_best, optimizer_off]
-)
+@pytest.mark.parametrize("spoil", [weights_off, a_sample_lost, a_row_twice])
 def test_what_is_wrong_is_noticed(spoil: Callable[[Any], None], scripts_of_it: dict[str, ModuleType]) -> None:
     def outcome() -> Any:
         weights = {"net.0.weight": torch.ones(2, 2)}
-        optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
-        values = {"weights": weights, "optimizer": optimizer, "best": [["a", 1.0, 2, {}]], "metrics": {"x": 1.0}}
+        values = {"weights": weights, "best": [["a", 1.0, 2, {}]]}
         seen = {(0, 0, 0): [[1, 2]], (0, 0, 1): [[3, 4]]}
         return scripts_of_it["attempts"].Outcome(values, seen, "a,b\n1,2\n")
 
@@ -89,22 +68,3 @@ def test_what_is_wrong_is_noticed(spoil: Callable[[Any], None], scripts_of_it: d
     spoil(spoiled)
     with pytest.raises(AssertionError):
         compare(outcome(), spoiled)
-
-
-SPOILED = """
-resumed = main.killed_and_resumed
-
-def spoiled(*arguments):
-    outcome = resumed(*arguments)
-    outcome.values["weights"]["net.0.weight"][0, 0] += 1e-6
-    return outcome
-
-main.killed_and_resumed = spoiled
-"""
-
-
-@pytest.mark.thorough
-def test_a_program_that_differs_ends_the_campaign_with_an_error() -> None:
-    code, written = campaign("--modes", "single", "--cases", "1", change=SPOILED)
-    assert code == 1, written
-    assert "single 0 failed: /weights/net.0.weight" in written

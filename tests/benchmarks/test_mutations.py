@@ -78,33 +78,6 @@ def test_mutations_of_a_file(modules: Modules) -> None:
     ]
 
 
-def test_a_mutation_replaces_its_own_text_alone(modules: Modules) -> None:
-    source = 'text = "größer"; number = 1  # 1\n'
-    (mutation,) = modules["operators"].mutations_of(source)
-    assert mutation.apply(source) == 'text = "größer"; number = 2  # 1\n'
-
-
-def test_the_draw_follows_from_the_seed(modules: Modules) -> None:
-    package = modules["main"].ROOT / "equipoise"
-    first = modules["samples"].draw(package, ["trainer/loops"], 5, 1)
-    assert first == modules["samples"].draw(package, ["trainer/loops"], 5, 1)
-    assert first != modules["samples"].draw(package, ["trainer/loops"], 5, 2)
-    assert all(str(sample.path).startswith("trainer/loops") for sample in first)
-
-
-def test_a_mutation_is_found_again_in_another_checkout(modules: Modules, checkout: Path) -> None:
-    package = checkout / "equipoise"
-    drawn = modules["samples"].draw(package, ["trainer"], 100, 1)
-    file = package / "trainer/sums.py"
-    file.write_text("FIRST = 1\n\n" + file.read_text().replace("number / 2", "number // 2"))
-    found = [modules["samples"].found_again(package, sample) for sample in drawn]
-    for before, after in zip(drawn, found, strict=True):
-        if "/ 2" in before.text:
-            assert after is None
-        else:
-            assert after.mutation.line == before.mutation.line + 2
-
-
 def test_tests_of_the_line_run_first(modules: Modules, checkout: Path, tmp_path: Path) -> None:
     """The nearest file before others, then the shortest test; all that may know the file where none runs the line."""
     record = modules["record"].Record(tmp_path)

@@ -1,7 +1,6 @@
 """The overhead benchmark: all do the same work over the same steps, and the verdict follows from the numbers."""
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,18 +52,6 @@ def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, Mod
             )
 
 
-def test_the_clock_covers_the_steps_after_the_warm_up(benchmark: dict[str, ModuleType]) -> None:
-    workload = benchmark["workload"]
-    data = workload.TimedBatches(workload.make_batches(3), workload.Size(steps=6, warm_up=2))
-    assert len(data) == 12
-    with mock.patch.object(workload, "process_time", side_effect=[5.0, 5.6]):
-        for index in range(len(data)):
-            data[index]
-            assert (data.begun == 5.0) == (index >= 2)
-            assert (data.ended == 5.6) == (index >= 8)
-    assert data.microseconds_per_step == pytest.approx(1e5)
-
-
 def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dict[str, ModuleType]) -> None:
     """A machine whose speed drifts changes no ratio, and the loops are equally often first.
 
@@ -104,12 +91,7 @@ def row(benchmark: dict[str, ModuleType], name: str, load: str, over: float) -> 
 @pytest.mark.parametrize(
     ("load", "over", "imports", "noise", "code"),
     [
-        ("bare", 4.9, 1.1, 0.5, 0),
         ("bare", 5.1, 1.1, 0.5, 1),
-        ("full", 29.0, 1.1, 0.5, 0),
-        ("full", 31.0, 1.1, 0.5, 1),
-        ("evaluation", 5.1, 1.1, 0.5, 1),
-        ("accumulation", 1.5, 1.1, 0.5, 0),
         ("accumulation", 2.5, 1.1, 0.5, 1),
         ("logs", 99.0, 1.1, 0.5, 0),
         ("bare", 0.0, 1.3, 0.5, 1),
@@ -150,13 +132,6 @@ def test_the_command_prints_a_table_and_writes_the_numbers(
     assert "1 thread" in printed
 
 
-def test_a_missing_framework_is_named(benchmark: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    entries, missing = benchmark["main"].entries(["equipoise", "accelerate"], None)
-    assert missing == ["accelerate"]
-    assert {entry.name for entry in entries} == {"by hand", "by hand, again", "Equipoise"}
-
-
 # With OOMRecovery
 
 
@@ -173,29 +148,6 @@ def test_recovery_changes_nothing(benchmark: dict[str, ModuleType]) -> None:
         assert all(torch.equal(one[name], other[name]) for other in others for name in one)
 
 
-@pytest.mark.parametrize(("over", "code"), [(14.0, 0), (16.0, 1)])
-def test_the_bounds_of_recovery(
-    over: float, code: int, benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
-    armed, timing = benchmark["armed"], benchmark["timing"]
-
-    def measured(entries: Any, *_: Any, **__: Any) -> Any:
-        cost = {"OOMRecovery": over}
-        return [timing.Row(e.group, e.name, e.load, 100.0, cost.get(e.name, 0.0), 0.0, 0.0, 1.0) for e in entries]
-
-    with mock.patch.object(armed, "measure", measured):
-        assert armed.main(["--rounds", "1", "--check"]) == code
-        assert armed.main(["--rounds", "1"]) == 0
-    assert "| 162 buffers | OOMRecovery | 100.0 |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_command_for_recovery(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark["armed"].main(["--rounds", "1", "--steps", "3"]) == 0
-    assert "| 32-64-64-10 | MemoryLogger |" in capsys.readouterr().out
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_networks_of_compiled_steps_are_trained_as_by_hand(benchmark: dict[str, ModuleType]) -> None:
     compiled, workload = benchmark["compiled"], benchmark["workload"]
@@ -209,9 +161,7 @@ def test_networks_of_compiled_steps_are_trained_as_by_hand(benchmark: dict[str, 
         assert [entry.name for entry in compiled.entries(name)][-2:] == ['compile="auto"', "compile=True"]
 
 
-@pytest.mark.parametrize(
-    ("noise", "ratio", "code"), [(1.0, 0.6, 0), (1.01, 1.019, 0), (1.0, 1.03, 1), (1.05, 1.03, 2), (0.9, 0.6, 2)]
-)
+@pytest.mark.parametrize(("noise", "ratio", "code"), [(1.01, 1.019, 0), (1.0, 1.03, 1), (1.05, 1.03, 2)])
 def test_the_verdict_of_compiled_steps(noise: float, ratio: float, code: int, benchmark: dict[str, ModuleType]) -> None:
     compiled, timing = benchmark["compiled"], benchmark["timing"]
 

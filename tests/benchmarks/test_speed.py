@@ -1,8 +1,6 @@
 """The benchmark of speed: loops take turns, rows over their bounds are measured again, the chart shows the history."""
 
 import json
-import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -11,10 +9,9 @@ from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from rich.console import Console
 
-from tests.support.benchmarks import BENCHMARKS, Scripts
+from tests.support.benchmarks import Scripts
 
 
 @pytest.fixture
@@ -39,33 +36,9 @@ def test_loops_take_turns_and_their_ratio_is_that_of_their_steps(benchmark: dict
     assert both.ratio() == pytest.approx(3 / 2)
 
 
-def test_both_loops_end_with_the_same_weights(benchmark: dict[str, ModuleType]) -> None:
-    turns = benchmark["turns"]
-    networks: list[torch.nn.Module] = []
-
-    def network() -> torch.nn.Module:
-        networks.append(benchmark["workload"].network())
-        return networks[-1]
-
-    with mock.patch.object(turns, "network", network):
-        trained = benchmark["by_hand"].train(turns.Turns(5).data)
-    for key, value in trained.state_dict().items():
-        assert torch.equal(networks[0].state_dict()[key], value)
-
-
-def test_work_that_few_steps_have_counts_with_its_period(benchmark: dict[str, ModuleType]) -> None:
-    turns = benchmark["turns"].Turns(20)
-    before = [99.0] * benchmark["turns"].WARM_UP
-    turns.times = [*before, *[7.0, 1.0, 1.0, 1.0, 1.0] * 4]
-    turns.times_by_hand = [*before, *[1.0] * 20]
-    assert turns.ratio() == 1
-    assert turns.ratio(5) == pytest.approx(11 / 5)
-
-
 @pytest.mark.parametrize(
     ("ratios", "code"),
     [
-        ({"bare step": [0.9]}, 0),
         ({"bare step": [0.95, 0.9, 0.89]}, 0),
         ({"bare step": [0.95, 0.9, 0.94]}, 1),
         ({"control": [1.04, 1.0, 1.01], "bare step": [0.9]}, 0),
@@ -84,18 +57,6 @@ def test_the_median_of_three_decides_on_a_row_that_is_over_its_bound(
     assert main.conclude(rows, Console(quiet=True)) == code
 
 
-def test_a_planted_slowdown_is_one_of_each_step(benchmark: dict[str, ModuleType]) -> None:
-    loops, steps = benchmark["loops"], benchmark["workload"].Classifier
-    clock = mock.Mock(side_effect=[1.0, 1.00001, 1.00002, 1.00003])
-    with (
-        mock.patch.object(steps, "training_step", mock.Mock(return_value="loss")),
-        mock.patch.object(loops, "process_time", clock),
-    ):
-        loops.slow_down(25.0)
-        assert steps().training_step("batch", 0) == "loss"
-    assert clock.call_count == 4
-
-
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_each_row_is_measured(benchmark: dict[str, ModuleType]) -> None:
@@ -104,13 +65,6 @@ def test_each_row_is_measured(benchmark: dict[str, ModuleType]) -> None:
     assert {loops.LOGGED, *loops.LOOPS} - named == {"logging step"}
     ratios = loops.measure_rows([*loops.LOOPS, loops.LOGGED], 50)
     assert all(ratio > 0 for name, ratio in ratios.items() if name != loops.LOGGED)
-
-
-@pytest.mark.slow
-def test_the_first_step_of_both_trainers() -> None:
-    script = BENCHMARKS / "speed" / "first_step.py"
-    finished = subprocess.run([sys.executable, str(script), "1"], check=True, capture_output=True, text=True)
-    assert float(finished.stdout) > 0
 
 
 @pytest.mark.slow

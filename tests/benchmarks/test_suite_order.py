@@ -3,7 +3,6 @@
 from pathlib import Path
 from types import ModuleType
 
-import psutil
 import pytest
 
 from tests.support.benchmarks import Scripts
@@ -45,17 +44,3 @@ def test_a_run_that_takes_too_long_is_ended(campaign: ModuleType, tmp_path: Path
     outcome = campaign.run_once(1, 0, 0, 0.1, tmp_path, [str(tmp_path / "test_sample.py")])
     assert outcome.end == "not finished in 0 minutes"
     assert not outcome.succeeded
-
-
-@pytest.mark.slow
-def test_a_run_without_a_result_does_not_succeed(campaign: ModuleType, tmp_path: Path) -> None:
-    tests = [str(tmp_path), str(tmp_path / "nowhere.py")]  # from a folder that exists, it imports no conftest of ours
-    outcome = campaign.run_once(1, 0, 0, 600.0, tmp_path, tests)
-    assert outcome.end.startswith("pytest left with exit code")
-    assert not outcome.succeeded
-
-
-def test_busy_processes_end(campaign: ModuleType) -> None:
-    with campaign.busy_processes(2) as pids:
-        assert all(psutil.pid_exists(pid) for pid in pids)
-    assert not any(psutil.pid_exists(pid) for pid in pids)

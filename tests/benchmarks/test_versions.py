@@ -2,11 +2,9 @@
 
 import re
 import stat
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -86,19 +84,16 @@ def wrapped_environment(folder: Path, row: Row) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "passed"), [([], 2), (["--quick"], 1)])
-def test_what_fails_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], passed: int
-) -> None:
+def test_what_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = ROWS[0]
     wrapped_environment(tmp_path / "all", row)
     (tmp_path / "test_sample.py").write_text(TESTS)
     arguments = [row.name, "--environments", str(tmp_path / "all"), "--processes", "0", "--tests", str(tmp_path)]
-    assert matrix.main([*arguments, *options]) == 1
+    assert matrix.main([*arguments, "--quick"]) == 1
     out = capsys.readouterr().out
     assert "test_sample.py::test_that_fails failed" in out
     assert "fsdp failed, see" in out
-    assert out.endswith(f"versions: {passed} passed, {1 + len(matrix.FEATURES)} failed, 0 skipped\n")
+    assert out.endswith(f"versions: 1 passed, {1 + len(matrix.FEATURES)} failed, 0 skipped\n")
 
 
 def test_an_environment_that_cannot_be_had_is_no_failure(
@@ -111,19 +106,3 @@ def test_an_environment_that_cannot_be_had_is_no_failure(
     assert matrix.main(["py3.12-torch2.11.0", "--environments", str(tmp_path)]) == 0
     *_, reason, _ = capsys.readouterr().out.splitlines()
     assert reason == "not run: py3.12-torch2.11.0 could not be installed: nothing answers"
-
-
-def test_versions_that_do_not_go_together_are_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(command: list[str], **options: Any) -> Any:
-        return subprocess.CompletedProcess(command, 1, "", "error: No solution found: a needs b")
-
-    monkeypatch.setattr(environments.subprocess, "run", fail)
-    assert matrix.main(["oldest", "--environments", str(tmp_path)]) == 1
-    assert "oldest: not built: error: No solution found: a needs b" in capsys.readouterr().out
-
-
-def test_a_row_that_does_not_exist() -> None:
-    with pytest.raises(SystemExit, match=r"There is no row 'torch3'; there are py3\.11-torch2\.11\.0, "):
-        matrix.main(["torch3"])

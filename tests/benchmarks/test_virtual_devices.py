@@ -1,11 +1,8 @@
-"""A sample of the killed runs with virtual devices, and that the campaign notices what is wrong."""
-
-from itertools import pairwise
+"""A sample of the killed runs with virtual devices, and that a difference is noticed."""
 
 import pytest
 import torch
 
-from benchmarks.virtual_devices.kills import plan
 from benchmarks.virtual_devices.main import differences
 from tests.support.benchmarks import BENCHMARKS
 from tests.support.programs import Program
@@ -19,33 +16,8 @@ import sys
 sys.path.insert(0, sys.argv.pop(1))
 from benchmarks.virtual_devices import kills
 
-{change}
 sys.exit(kills.main())
 """
-SPOILED = """
-resumed = kills.killed
-
-def spoiled(*arguments):
-    state = resumed(*arguments)
-    state["best"] = state["best"].nextafter(state["best"] + 1)
-    return state
-
-kills.killed = spoiled
-"""
-
-
-def campaign(*arguments: str, change: str = "") -> tuple[int | None, str]:
-    """Return the exit code of a campaign, and all that it wrote."""
-    with Program(CAMPAIGN.format(change=change), str(BENCHMARKS.parent), *arguments) as program:
-        written, complaints = program.finish()
-        return program.returncode, written + complaints
-
-
-def test_another_number_of_devices_after_each_kill() -> None:
-    for seed in range(50):
-        devices = plan(seed).devices
-        assert len(devices) >= 3
-        assert all(one != other for one, other in pairwise(devices))
 
 
 def test_a_single_bit_is_noticed() -> None:
@@ -57,13 +29,7 @@ def test_a_single_bit_is_noticed() -> None:
 
 @pytest.mark.slow
 def test_killed_runs() -> None:
-    code, written = campaign("--first", "1", "--kills", "1")
-    assert code == 0, written
+    with Program(CAMPAIGN, str(BENCHMARKS.parent), "--first", "1", "--kills", "1") as program:
+        written, complaints = program.finish()
+        assert program.returncode == 0, written + complaints
     assert "equal to the bit, 2 kills so far" in written
-
-
-@pytest.mark.slow
-def test_a_difference_ends_the_campaign_with_an_error() -> None:
-    code, written = campaign("--first", "1", "--kills", "1", change=SPOILED)
-    assert code == 1, written
-    assert "best" in written
