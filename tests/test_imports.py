@@ -15,7 +15,6 @@ from tests.support.sources import FILES, PACKAGE, holds_private_names, module_na
 
 FOREIGN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 
-DEFINES_LIGHTNINGS_NAMES = ("trainer/surface/lightning_view.py", "trainer/surface/strategy_view.py")
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public; the underscore keeps them apart from fields
 
 
@@ -120,17 +119,6 @@ def test_private_names_of_others_are_not_used() -> None:
     assert not found, "\n".join(found)
 
 
-def test_what_lightning_looks_for_is_defined_and_not_used() -> None:
-    """The views may give things Lightning's private names, as long as they take none from Lightning."""
-    defined = set()
-    for path in (PACKAGE / name for name in DEFINES_LIGHTNINGS_NAMES):
-        own = defined_in(path)
-        used = {name for _, name, _ in accessed_private_names(path)}
-        assert not {name for name in used - own if not name.startswith("_LightningNames__")}
-        defined |= own
-    assert {"_results", "_has_run", "_should_check_val_epoch", "_lightning_optimizers"} <= defined
-
-
 # What every module declares
 
 
@@ -152,48 +140,6 @@ def complaints_about(path: Path) -> Iterator[str]:
         yield f"{relative(path)} exports a name twice."
     elif missing := [name for name in exported_names if not hasattr(module, name)]:
         yield f"{relative(path)} exports {missing}, which it does not have."
-
-
-@cache
-def modules_of_ours() -> set[str]:
-    return {module_name(file) for file in FILES}
-
-
-def names_taken(path: Path) -> Iterator[tuple[str, str]]:
-    """Module of ours and name, for `from module import name` and for `module.name`."""
-    modules = {}
-    known = modules_of_ours()
-    for node in nodes_of(path):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "equipoise":
-            for alias in node.names:
-                if f"{node.module}.{alias.name}" in known:
-                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                else:
-                    yield str(node.module), alias.name
-    for node in nodes_of(path):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            yield modules[node.value.id], node.attr
-
-
-@pytest.mark.whole_package
-def test_what_others_take_is_exported() -> None:
-    """Names that a module of ours takes from another stand in that one's `__all__`."""
-    taken = {(relative(path), *what) for path in FILES for what in names_taken(path)}
-    assert ("trainer/data/loader_state.py", "equipoise.parallel.snapshot.random_state", "capture") in taken
-    wrong = [f"{who} takes {name} of {module}" for who, module, name in taken if name not in exported(module)]
-    assert not wrong, "\n".join(sorted(wrong))
-
-
-def exported(module: str) -> list[str]:
-    """Return the names in a module's `__all__`; type checkers alone read a stub without a module."""
-    stub = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".pyi")
-    if not stub.exists():
-        names: list[str] = importlib.import_module(module).__all__
-        return names
-    for statement in ast.parse(stub.read_text()).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-            return list(ast.literal_eval(statement.value))
-    return []
 
 
 PACKAGES_WITH_NAMES = ("equipoise", "equipoise.callbacks", "equipoise.strategies", "equipoise.trainer")

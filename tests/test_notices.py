@@ -2,13 +2,11 @@
 
 import inspect
 import warnings
-from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from equipoise.notices import rank_zero_warn, warn_of_method
-from tests.support.programs import Program
 from tests.support.trainer_runs import Validated, loader, trainer
 
 
@@ -41,21 +39,3 @@ def test_only_the_first_process_warns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     rank_zero_warn("Nobody reads this.")
     warn_of_method(line_here, "Nor this.")
-
-
-SCRIPT = """
-from tests.support.trainer_runs import Validated, loader, trainer
-trainer().fit(Validated(), loader())  # here
-"""
-
-
-@pytest.mark.slow
-def test_a_printed_warning_shows_the_line_of_the_script(tmp_path: Path):
-    """The warning as it is printed: file, line and source are the script's."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with Program(script.read_text(), path=script, shows_warnings=True) as program:
-        complaints = program.finish()[1]
-    lines = [line for line in complaints.splitlines() if "script.py" in line or "# here" in line]
-    assert lines[0].startswith(f"{script}:3: UserWarning: Validated has a `validation_step`")
-    assert lines[1].strip().endswith("# here")

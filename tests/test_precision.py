@@ -1,14 +1,12 @@
 """Precisions against Lightning's own plugins, to the bit; what Lightning does not offer, against the same by hand."""
 
 import copy
-import io
 import pickle
 import sys
 import threading
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pickletools import genops
 from typing import Any
 
 import lightning as L
@@ -50,11 +48,9 @@ def test_precisions_by_name_and_short_form(value: Any, name: str) -> None:
         ("float64", "64-true"),
         ("BF16-Mixed", "bf16-mixed"),
         ("32-ture", "32-true"),
-        ("16-true-norm", "16-true-norm32"),
         (16.0, "16-mixed"),
         (torch.bfloat16, "bf16-mixed"),
         ("8", None),
-        (8, None),
     ],
 )
 def test_an_unknown_precision_is_refused_with_the_nearest(value: Any, nearest: str | None) -> None:
@@ -306,15 +302,11 @@ def test_a_precision_travels_to_another_process(name: str) -> None:
 # Normalisation in float32
 
 LAYERS = {
-    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (3, 4)),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(4), (3, 4, 5, 5)),
-    "BatchNorm3d": (lambda: nn.BatchNorm3d(4), (3, 4, 2, 3, 3)),
     "BatchNorm1d without parameters": (lambda: nn.BatchNorm1d(4, affine=False), (3, 4)),
     "LazyBatchNorm1d": (lambda: nn.LazyBatchNorm1d(), (3, 4)),
-    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4), (3, 4, 5, 5)),
     "InstanceNorm1d with statistics": (lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True), (3, 4, 5)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (3, 4, 5)),
-    "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
     "LayerNorm without parameters": (lambda: nn.LayerNorm(4, elementwise_affine=False), (3, 4)),
     "RMSNorm": (lambda: nn.RMSNorm(4), (3, 4)),
     "LocalResponseNorm": (lambda: nn.LocalResponseNorm(2), (3, 4, 5, 5)),
@@ -380,12 +372,10 @@ class NormBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.inner = nn.LayerNorm(4)
-        self.empty = nn.Sequential()
+        self.linear, self.inner = nn.Linear(4, 4), nn.LayerNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.empty(self.inner(self.linear(x)))
+        return self.inner(self.linear(x))
 
 
 class NormAct(nn.LayerNorm):
@@ -483,29 +473,11 @@ def normed() -> nn.Sequential:
     return module
 
 
-def test_converting_a_module_again_changes_nothing() -> None:
-    module, twice = normed(), normed()
-    make_precision("16-true-norm32", "cpu").convert_module(twice)
-    x = torch.randn(3, 4).half()
-    assert_equal(twice, module)
-    assert torch.equal(module(x), twice(x))
-    assert module[:3](x).dtype == twice[:3](x).dtype == torch.float16
-    # As many operations: their bytes may differ, since torch numbers all hooks of a process.
-    assert len(list(genops(pickle.dumps(module)))) == len(list(genops(pickle.dumps(twice))))
-
-
 def pickled(module: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(module))
 
 
-def saved(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 def test_a_copy_of_a_converted_module_is_independent(duplicate: Any) -> None:
     module = normed()
     x = torch.randn(3, 4).half()
@@ -571,13 +543,3 @@ def test_norms_in_float32_compile_in_one_graph() -> None:
     x = torch.randn(3, 4).half()
     compiled = torch.compile(copy.deepcopy(module), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), module(x))
-
-
-def test_gradients_of_both_dtypes_are_clipped_together() -> None:
-    module = normed()
-    module(torch.randn(3, 4).half()).float().pow(2).sum().backward()
-    total = torch.stack([p.grad.double().pow(2).sum() for p in module.parameters()]).sum().sqrt()
-    norm = nn.utils.clip_grad_norm_(module.parameters(), total.item() / 4)
-    torch.testing.assert_close(norm.double(), total, rtol=2e-3, atol=0)
-    after = torch.stack([p.grad.double().pow(2).sum() for p in module.parameters()]).sum().sqrt()
-    torch.testing.assert_close(after, total / 4, rtol=2e-3, atol=0)

@@ -160,17 +160,3 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
             if QUESTION.match(text):
                 questions.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {text.splitlines()[0]}")
     assert not questions, "\n".join(questions)
-
-
-def test_marks_of_readability_are_counted() -> None:
-    source = (
-        '"""Module."""\n# a reason\n\ndef f(given, x):\n    """Whether it is."""\n'
-        "    a, b = 1, 2  # not a line of its own\n    x.y = a if b else 0\n    return given\n"
-    )
-    counts = measure(source, list(ast.walk(ast.parse(source))))
-    assert (counts.lines, counts.docstrings, counts.questions, counts.comments) == (4, 2, 1, 1)
-    assert (counts.packed, counts.conditional) == (1, 1)
-    assert (counts.names, counts.vague) == (4, 1)
-    beyond = " ".join(counts.beyond(COMMENTS_OF_A_FOLDER))
-    for mark in ("packed", "conditional", "begin with a question", "vague"):
-        assert mark in beyond

@@ -1,6 +1,5 @@
 """Nested structures keep their types, their order and what else they hold, by every rule."""
 
-import pickle
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterable
 from types import MappingProxyType
@@ -13,8 +12,6 @@ from equipoise.extensions.pipeline.graph.stages import plain_items
 from equipoise.interop.torch import dispatch
 from equipoise.tree import (
     entries_of,
-    extract_tensors,
-    insert_tensors,
     items_of,
     leaves_of,
     map_leaves,
@@ -99,18 +96,3 @@ def test_each_rule_descends_into_its_own_containers(name: str) -> None:
             assert set(result or ()) == {1}, rule
         else:
             assert result is None, rule
-
-
-def test_a_structure_travels_without_its_tensors() -> None:
-    a, b = torch.ones(1), torch.zeros(2)
-    value = (a, {"x": [Pair(b, "text"), a]}, slice(3))
-    tree, tensors = extract_tensors(value, plain_items)
-    assert list(map(id, tensors)) == list(map(id, [a, b, a]))
-    assert repr(tree) == "(<0>, {'x': [Pair(first=<1>, second='text'), <2>]}, slice(None, 3, None))"
-    assert value[0] is a
-    arrived = pickle.loads(pickle.dumps(tree))
-    assert pickle.dumps(arrived) == pickle.dumps(tree)
-    assert insert_tensors(arrived, "012", plain_items) == ("0", {"x": [Pair("1", "text"), "2"]}, slice(3))
-    again = insert_tensors(tree, tensors, plain_items)
-    assert again[0] is a
-    assert again[1]["x"][0].first is b

@@ -13,14 +13,11 @@ from equipoise.validation import check_whole, is_number, is_whole
 # A value; whether it is whole, and whether it is a number.
 VALUES: list[tuple[Any, bool, bool]] = [
     (0, True, True),
-    (-3, True, True),
     (2**80, True, True),
-    (1.0, False, True),
     (math.nan, False, True),
     (numpy.float64(1), False, True),
     (numpy.int64(1), False, False),
     (True, False, False),
-    (False, False, False),
     ("1", False, False),
     (None, False, False),
     (torch.tensor(1), False, False),

@@ -31,11 +31,6 @@ def test_paths_exist(page: Path) -> None:
     assert missing_paths(page.read_text(encoding="utf-8")) == []
 
 
-def test_missing_paths_are_found() -> None:
-    text = "`trainer/loops/fit_loop.py` `trainer/loops/lost.py` `lost.py` `lost/` `trainer/lost` `trainer/loops`"
-    assert missing_paths(text) == ["trainer/loops/lost.py", "lost.py", "lost/", "trainer/lost"]
-
-
 def test_the_design_stays_short() -> None:
     lines = PAGES[0].read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MOST_LINES

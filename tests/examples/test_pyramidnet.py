@@ -1,7 +1,6 @@
 """PyramidNet on files in the formats of CIFAR-10 and MNIST, and on MNIST itself where it is at hand."""
 
 import csv
-import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from tests.examples.idx_files import write_idx
 
 CONF = Path(__file__).parents[2] / "examples" / "pyramidnet" / "conf"
-REAL = Path(os.environ.get("EQUIPOISE_TEST_DATA", "")) / "mnist"
-EXHAUSTIVE = os.environ.get("EQUIPOISE_TEST_ALL") == "1"
 SMALL = ("module.alpha=12", "module.units=1", "trainer.enable_progress_bar=false", "~callbacks.memory_logger")
 
 
@@ -69,29 +66,3 @@ def test_a_file_of_another_size(tmp_path, equipoise):
     code, _, err = equipoise("fit", "--config-dir", str(CONF), *SMALL, f"data.root={tmp_path}")
     assert code == 2
     assert "data_batch_1.bin has 3072 bytes, but CIFAR-10's binary format has 3073 for each image" in err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_dir(), reason="EQUIPOISE_TEST_DATA names no folder with mnist/ in it")
-@pytest.mark.parametrize(
-    ("overrides", "accuracy"),
-    [
-        pytest.param(
-            ["trainer.max_epochs=1", "trainer.limit_train_batches=200", "trainer.limit_val_batches=2"], 0.9, id="part"
-        ),
-        pytest.param(
-            [],
-            0.98,
-            id="whole",
-            marks=pytest.mark.skipif(not EXHAUSTIVE, reason="takes five minutes; set EQUIPOISE_TEST_ALL=1"),
-        ),
-    ],
-)
-def test_real_images(equipoise, overrides, accuracy):
-    """The experiment of the README, and the first part of it."""
-    code, _, err = equipoise(
-        *("fit", "--config-dir", str(CONF), "experiment=mnist", f"data.root={REAL}"),
-        *("trainer.enable_progress_bar=false", *overrides),
-    )
-    assert code == 0, err
-    assert float(last_test_row()["test_accuracy"]) > accuracy

@@ -10,7 +10,6 @@ import pytest
 @pytest.mark.parametrize(
     "choice",
     [
-        ["strategy=dp", "trainer.devices=2"],
         ["strategy=balanced", "trainer.devices=[cpu,cpu,cpu]", "strategy.shares=[1,3,3]"],
         [
             "strategy=balanced",
@@ -18,7 +17,6 @@ import pytest
             "strategy.first_device_batch_size=4",
             "strategy.parallelize=forward",
         ],
-        ["strategy=balanced", "trainer.devices=2"],
     ],
     ids=" ".join,
 )

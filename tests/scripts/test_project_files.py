@@ -5,20 +5,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from scripts.checks.sources import ROOT
 
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
-# The kinds of fields of a form, with the attributes that each must have.
-FIELDS = {
-    "markdown": {"value"},
-    "textarea": {"label"},
-    "input": {"label"},
-    "dropdown": {"label", "options"},
-    "checkboxes": {"label", "options"},
-}
 
 
 def read(name: str | Path) -> Any:
@@ -36,22 +27,6 @@ def test_checks_before_a_commit_have_the_versions_of_constraints() -> None:
     assert {requirement.partition("==")[0] for requirement in pinned} == {"mypy", "ruff"}
     assert set(pinned) <= set(constraints)
     assert {hook["entry"].split()[0] for hook in hooks} == {"mypy", "ruff"}
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_forms_of_issues(form: Path) -> None:
-    content = read(form)
-    assert content.keys() == {"name", "description", "labels", "body"}
-    fields = [field for field in content["body"] if field["type"] != "markdown"]
-    names = [field["id"] for field in fields]
-    labels = [field["attributes"]["label"] for field in fields]
-    assert len(names) == len(set(names))
-    assert len(labels) == len(set(labels))
-    assert any(field.get("validations", {}).get("required") for field in fields)
-    for field in content["body"]:
-        assert field["type"] in FIELDS
-        assert FIELDS[field["type"]] <= field["attributes"].keys()
-        assert field.keys() <= {"type", "id", "attributes", "validations"}
 
 
 def test_a_report_asks_for_what_the_documentation_says() -> None:

