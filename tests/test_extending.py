@@ -4,14 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanSquaredError
 
-from tests.support.equality import assert_equal
+from tests.support.networks.transparency import Mlp
+from tests.support.one_device import OPTIONS, assert_same_run, train
 from tests.support.trainer_runs import Small, loader, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -33,51 +30,21 @@ def defined_in(source: str, name: str) -> Any:
     return names[name]
 
 
-class Regression(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.error = MeanSquaredError().set_dtype(torch.float64)
-        self.sizes: list[int] = []
-
+class Logged(Mlp):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.sizes.append(len(batch[0]))
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.error(self.net(batch[0]), batch[1])
-        self.log("error", self.error)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+        self.log("val_loss", super().training_step(batch, batch_idx))
 
 
-def data(samples: int = 13) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    features = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
-    return DataLoader(TensorDataset(features, features.sum(1, keepdim=True)), batch_size=4)
-
-
-def fitted(strategy: Any, **options: Any) -> tuple[Regression, dict[str, Any], Any]:
-    torch.manual_seed(0)
-    module = Regression()
-    run = trainer(strategy=strategy, max_epochs=2, precision="64-true", **options)
-    run.fit(module, data(), data(7))
-    return module, dict(run.callback_metrics), torch.cat(run.predict(module, data(7)) or [])
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=str)
-def test_a_strategy_that_halves_the_batch_is_exact(options: dict[str, Any]) -> None:
-    expected = fitted("single_device", **options)
-    halved = fitted(defined_in(STRATEGY, "HalvingStrategy")(), **options)
-    assert expected[0].sizes == [4, 4, 4, 1] * 2
-    assert halved[0].sizes == [2, 2, 2, 2, 2, 2, 1] * 2
-    assert_equal(expected, halved, 1e-12)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_strategy_that_halves_the_batch_is_exact(options: str) -> None:
+    expected = train(Logged, val=[4, 3], **OPTIONS[options])
+    halved = train(Logged, defined_in(STRATEGY, "HalvingStrategy")(), val=[4, 3], **OPTIONS[options])
+    assert_same_run(expected, halved)
 
 
 def test_a_callback_that_stops_on_a_plateau_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

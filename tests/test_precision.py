@@ -243,25 +243,6 @@ def test_the_default_dtype_is_set_and_restored(name: str, dtype: torch.dtype) ->
             assert torch.get_default_dtype() == users
 
 
-def test_the_default_dtype_after_threads_that_overlap() -> None:
-    context = make_precision("16-true", "cpu").forward_context
-    entered, left = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with context():
-            entered.set()
-            left.wait(300)
-
-    thread = threading.Thread(target=work)
-    with context():
-        thread.start()
-        entered.wait(300)
-    assert torch.get_default_dtype() == torch.float16  # the thread is still inside
-    left.set()
-    thread.join()
-    assert torch.get_default_dtype() == torch.float32
-
-
 def run_in_threads(work: Any) -> None:
     threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -412,16 +393,6 @@ def test_which_modules_are_norms() -> None:
     assert kept == {"block.inner", "nested", "nested.after"}
     for name, child in module.items():
         assert child(torch.randn(3, 4).half()).dtype == torch.float16, name
-
-
-def test_a_norm_in_two_places_of_a_module_computes_once_in_float32() -> None:
-    norm = nn.LayerNorm(4)
-    module = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Sequential(norm))
-    make_precision("16-true-norm32", "cpu").convert_module(module)
-    x = torch.randn(3, 4).half()
-    assert module(x).dtype == torch.float16
-    make_precision("16-true", "cpu").convert_module(module)
-    assert torch.equal(norm(x), nn.LayerNorm(4).half()(x))  # no hook is left
 
 
 class NormHead(L.LightningModule):

@@ -8,8 +8,8 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -36,42 +36,6 @@ VAGUE = {
 }
 
 
-@dataclass
-class Counts:
-    """Counts of a folder."""
-
-    lines: int = 0
-    docstrings: int = 0
-    questions: int = 0
-    comments: int = 0
-    packed: int = 0
-    conditional: int = 0
-    names: int = 0
-    vague: int = 0
-
-    def add(self, other: "Counts") -> None:
-        for name in (field.name for field in fields(self)):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def beyond(self, fewest_comments: int) -> list[str]:
-        """Return the marks that are not met."""
-        thousands = self.lines / 1000
-        upper = {
-            "packed assignments in 1000 lines": (self.packed / thousands, PACKED_OF_1000_LINES),
-            "conditional expressions in 1000 lines": (self.conditional / thousands, CONDITIONAL_OF_1000_LINES),
-            "% of docstrings that begin with a question": (
-                100 * self.questions / max(1, self.docstrings),
-                PERCENT_OF_QUESTIONS,
-            ),
-            "% of vague names": (100 * self.vague / max(1, self.names), PERCENT_OF_VAGUE_NAMES),
-        }
-        texts = [f"{value:.1f} {name}, at most {mark}" for name, (value, mark) in upper.items() if value > mark]
-        comments = self.comments / thousands
-        if comments < fewest_comments:
-            texts.append(f"{comments:.1f} comment lines in 1000 lines, at least {fewest_comments}")
-        return texts
-
-
 def comment_lines(source: str) -> set[int]:
     """Return the numbers of the lines that hold nothing but a comment."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -91,42 +55,45 @@ def is_packed(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
 
 
-def measure(source: str, nodes: Sequence[ast.AST]) -> Counts:
+@cache
+def counted(path: Path) -> Counter[str]:
+    """Return what the marks are about: lines of code, docstrings, names, and those that are less readable."""
+    source, nodes = path.read_text(encoding="utf-8"), nodes_of(path)
     texts = list(docstrings(nodes))
     comments = comment_lines(source)
     of_docstrings = {number for _, node in texts for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    code = [
-        line
-        for number, line in enumerate(source.splitlines(), start=1)
-        if line.strip() and number not in comments and number not in of_docstrings
-    ]
-    variables = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    arguments = [
-        argument.arg for node in nodes if isinstance(node, ast.arguments) for argument in (*node.args, *node.kwonlyargs)
-    ]
-    names = [*variables, *arguments]
-    return Counts(
-        lines=len(code),
-        docstrings=len(texts),
-        questions=sum(bool(QUESTION.match(text)) for text, _ in texts),
-        comments=len(comments),
-        packed=sum(map(is_packed, nodes)),
-        conditional=sum(isinstance(node, ast.IfExp) for node in nodes),
-        names=len(names),
-        vague=sum(name.strip("_") in VAGUE for name in names),
+    lines = enumerate(source.splitlines(), start=1)
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    for node in nodes:
+        if isinstance(node, ast.arguments):
+            names += [argument.arg for argument in (*node.args, *node.kwonlyargs)]
+    return Counter(
+        {
+            "lines": sum(bool(line.strip()) and number not in comments | of_docstrings for number, line in lines),
+            "docstrings": len(texts),
+            "questions": sum(bool(QUESTION.match(text)) for text, _ in texts),
+            "comments": len(comments),
+            "packed": sum(map(is_packed, nodes)),
+            "conditional": sum(isinstance(node, ast.IfExp) for node in nodes),
+            "names": len(names),
+            "vague": sum(name.strip("_") in VAGUE for name in names),
+        }
     )
 
 
-@cache
-def counted(path: Path) -> Counts:
-    return measure(path.read_text(encoding="utf-8"), nodes_of(path))
-
-
-def counted_together(paths: Iterable[Path]) -> Counts:
-    counts = Counts()
-    for path in paths:
-        counts.add(counted(path))
-    return counts
+def beyond(counts: Counter[str], fewest_comments: int) -> list[str]:
+    """Return the marks that are not met."""
+    thousands = counts["lines"] / 1000
+    shares = {
+        "packed assignments in 1000 lines": (counts["packed"] / thousands, PACKED_OF_1000_LINES),
+        "conditional expressions in 1000 lines": (counts["conditional"] / thousands, CONDITIONAL_OF_1000_LINES),
+        "% of questions among docstrings": (100 * counts["questions"] / counts["docstrings"], PERCENT_OF_QUESTIONS),
+        "% of vague names": (100 * counts["vague"] / counts["names"], PERCENT_OF_VAGUE_NAMES),
+    }
+    texts = [f"{value:.1f} {name}, at most {mark}" for name, (value, mark) in shares.items() if value > mark]
+    if counts["comments"] < fewest_comments * thousands:
+        texts.append(f"{counts['comments']} comment lines, at least {fewest_comments} in 1000 lines")
+    return texts
 
 
 # Which files lie in a folder. They are measured in the tests: each process that collects tests imports this module.
@@ -135,17 +102,13 @@ for _path in FILES:
     FOLDERS.setdefault(_path.parent.relative_to(PACKAGE).as_posix(), []).append(_path)
 
 
-def test_each_folder_can_be_read() -> None:
-    counts = {folder: counted_together(paths) for folder, paths in FOLDERS.items()}
-    beyond = {
-        folder: each.beyond(COMMENTS_OF_A_FOLDER) for folder, each in counts.items() if each.lines >= FEWEST_LINES
+def test_each_folder_and_the_package_can_be_read() -> None:
+    counts = {folder: sum(map(counted, paths), Counter()) for folder, paths in FOLDERS.items()}
+    marks = {
+        folder: beyond(each, COMMENTS_OF_A_FOLDER) for folder, each in counts.items() if each["lines"] >= FEWEST_LINES
     }
-    assert not {folder: marks for folder, marks in beyond.items() if marks}
-
-
-def test_the_package_can_be_read() -> None:
-    beyond = counted_together(path for paths in FOLDERS.values() for path in paths).beyond(COMMENTS_OF_THE_PACKAGE)
-    assert not beyond, "; ".join(beyond)
+    marks["the package"] = beyond(sum(counts.values(), Counter()), COMMENTS_OF_THE_PACKAGE)
+    assert not {place: texts for place, texts in marks.items() if texts}
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "scripts"])

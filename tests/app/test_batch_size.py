@@ -55,9 +55,3 @@ def test_only_a_new_fit_searches(sized, equipoise):
     code, _, err = equipoise("fit", "data=sized", "data.batch_size=auto", "ckpt_path=last")
     assert code == 2
     assert "ckpt_path resumes from a checkpoint" in err
-
-
-def test_another_word_is_no_size(sized, equipoise):
-    code, _, err = equipoise("fit", "data=sized", "data.batch_size=largest")
-    assert code == 2
-    assert "data.batch_size" in err

@@ -12,7 +12,6 @@ from equipoise import __version__
 from equipoise.app.command_line.commands import OWN_COMMANDS, command_named
 from equipoise.app.command_line.quick_check import refuse_unknown_keys, trainer_arguments
 from equipoise.app.config.keys import KEYS
-from equipoise.errors import ConfigurationError
 from equipoise.names.extensions import names_of_extensions
 
 ROOT = Path(__file__).parents[2]
@@ -156,9 +155,3 @@ def test_keys_of_a_trainer_of_ones_own_are_checked_with_its_class(file, tmp_path
     (tmp_path / file).write_text(OWN_TRAINERS[file])
     refuse_unknown_keys(["trainer.of_mine=1"], [tmp_path])
     refuse_unknown_keys(["trainer._target_=mine.Trainer", "trainer.of_mine=1"], [])
-
-
-def test_a_key_that_no_trainer_has_is_refused_at_a_glance(tmp_path):
-    (tmp_path / "config.yaml").write_text("trainer:\n  max_epochs: 1\n\nmodule:\n  _target_: mine.Module\n")
-    with pytest.raises(ConfigurationError, match=r"no key 'trainer\.of_mine'"):
-        refuse_unknown_keys(["trainer.of_mine=1"], [tmp_path])

@@ -1,5 +1,6 @@
 """The first module of README.md is short, and the project of docs/configuration.md is composed as the page says."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ def test_the_first_module_of_the_readme_is_short():
 @pytest.mark.whole_package
 def test_the_project_in_the_documentation(tmp_path, equipoise, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = {block.file: block.source for block in blocks_of(ROOT / "docs" / "configuration.md") if block.file}
+    page = blocks_of(ROOT / "docs" / "configuration.md")
+    blocks = [block.source for block in page if block.language == "yaml"]
+    files = {re.search(r"^# (conf/\S+\.yaml)", block, flags=re.MULTILINE)[1]: block for block in blocks}
     assert set(files) == {
         *("conf/config.yaml", "conf/module/net.yaml", "conf/experiment/first.yaml", "conf/trainer/quick.yaml"),
         "conf/logger/wandb.yaml",

@@ -217,17 +217,15 @@ def test_what_is_refused_never_removes_the_folder_where_it_stands(project, equip
     assert not list((project / "empty").iterdir())
 
 
-def test_debug_shows_the_traceback(project, equipoise):
+@pytest.mark.parametrize("switch", ["--debug", "HYDRA_FULL_ERROR"])
+def test_debug_and_hydras_own_switch_show_the_traceback(project, equipoise, monkeypatch, switch):
+    flags = ["--debug"] if switch == "--debug" else []
+    if not flags:
+        monkeypatch.setenv(switch, "1")
     with pytest.raises(ValueError, match=r"did you mean 'trainer\.max_epochs'"):
-        equipoise("fit", "trainer.max_epoch=3", "--debug")
+        equipoise("fit", "trainer.max_epoch=3", *flags)
     # Later runs of this process show short tracebacks again.
     assert FULL not in os.environ
-
-
-def test_so_does_hydras_own_switch(project, equipoise, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(ValueError, match=r"did you mean 'trainer\.max_epochs'"):
-        equipoise("fit", "trainer.max_epoch=3")
 
 
 @pytest.mark.thorough

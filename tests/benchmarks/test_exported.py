@@ -80,17 +80,3 @@ def test_a_model_that_is_refused_trains_by_its_stack(trial: dict[str, ModuleType
     line = trial["exported"].table([row])
     assert "| a | refused |" in line
     assert "- torch, a, refused: Guard" in line
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("a layer in eval mode in every second step", ["differs", "equal", "equal", "equal"]),
-        ("`self.log` in the forward", ["differs", "differs", "DiffersFromForward", "equal"]),
-    ],
-)
-def test_properties(name: str, expected: list[str], trial: dict[str, ModuleType]) -> None:
-    (chosen,) = [each for each in trial["property_networks"].PROPERTIES if each.name == name]
-    cells = trial["exported_properties"].row(chosen)[1:]
-    assert [cell.partition(" ")[0].rstrip(":") for cell in cells] == expected

@@ -1,14 +1,11 @@
 """The campaign for a GPU: it runs without one, keeps what it has found, and tells what is broken."""
 
 import json
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import campaign
@@ -17,40 +14,8 @@ from tests.simulated.devices.build import NotBuildable, built_extension
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_collections")]
 
-ON_A_CPU = [item.number for item in ITEMS if not item.needs_cuda]
 # The tests run by themselves, and a compiler takes minutes.
 LONG = [1, 11, 14]
-
-
-@pytest.fixture
-def unchanged() -> Iterator[None]:
-    """Put back what an item changes in its own process."""
-    threads = torch.get_num_threads()
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    yield
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
-
-
-def rows_of(number: int, path: Path) -> list[dict[str, Any]]:
-    """Run an item as its child process does, in this process."""
-    path.touch()
-    assert command.main(["--child", str(number), "--out", str(path), "--small"]) == 0
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.mark.usefixtures("unchanged")
-@pytest.mark.quick_cases(3)
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [number for number in ON_A_CPU if number not in LONG])
-def test_items_on_a_cpu(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = rows_of(number, tmp_path / "rows")
-    assert len(rows) > 2
-    assert [row for row in rows if row["is_kept"] is False] == []
-    # Times of small sizes are not judged.
-    assert [row for row in rows if row["is_time"] and row["is_kept"] is not None] == []
 
 
 # Processes
@@ -107,20 +72,6 @@ def test_verdict(row: Row, is_good: bool, monkeypatch: pytest.MonkeyPatch, capsy
     printed = capsys.readouterr().out
     assert row.what in printed
     assert ("none." in printed) == is_good
-
-
-# The whole command
-
-
-@pytest.mark.slow
-def test_the_command_on_a_cpu(tmp_path: Path) -> None:
-    """With more time, since the machine may be busy."""
-    path = tmp_path / "gpu.json"
-    code = command.main(["--items", "0", "3", "--out", str(path), "--patience", "20"])
-    items = json.loads(path.read_text(encoding="utf-8"))["items"]
-    broken = [row for item in items for row in item["rows"] if row["is_kept"] is False]
-    assert code == 0, (broken, [item["problem"] for item in items])
-    assert {item["number"]: item["is_skipped"] for item in items} == {0: False, 3: True}
 
 
 # The command starts a process for each item. One process for all of them imports everything only once.

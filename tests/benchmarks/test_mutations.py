@@ -78,26 +78,6 @@ def test_mutations_of_a_file(modules: Modules) -> None:
     ]
 
 
-def test_tests_of_the_line_run_first(modules: Modules, checkout: Path, tmp_path: Path) -> None:
-    """The nearest file before others, then the shortest test; all that may know the file where none runs the line."""
-    record = modules["record"].Record(tmp_path)
-    seconds = {"tests/test_all.py::test_sum": 0.2, "tests/test_all.py::test_worker": 0.1}
-    record.seconds = {**seconds, "tests/trainer/test_sums.py::test_half": 0.3, "tests/test_other.py::test": 0.0}
-    worker, near = "tests/test_all.py::test_worker", "tests/trainer/test_sums.py::test_half"
-    record.lines["trainer/sums.py"] = {"tests/test_all.py::test_sum": 1 << 2, worker: 1 << 5, near: 1 << 5}
-
-    def chosen(line: int, count: int = 9, seconds: float = 9.0) -> list[str]:
-        sample = next(each for each in samples if each.mutation.line == line)
-        return modules["choice"].chosen_tests(sample, record, checkout, count, seconds)
-
-    samples = modules["samples"].draw(checkout / "equipoise", ["trainer"], 100, 1)
-    assert chosen(2) == ["tests/test_all.py::test_sum"]
-    assert chosen(5) == [near, worker]
-    assert chosen(5, count=1) == [near]
-    assert chosen(5, seconds=0.35) == [near]
-    assert chosen(8) == [near, worker, "tests/test_all.py::test_sum"]
-
-
 @pytest.mark.slow
 def test_tests_catch_mutations(modules: Modules, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A mutation that runs in a worker alone is caught, too. The coverage follows from the same record."""

@@ -132,22 +132,6 @@ def test_the_command_prints_a_table_and_writes_the_numbers(
     assert "1 thread" in printed
 
 
-# With OOMRecovery
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")
-def test_recovery_changes_nothing(benchmark: dict[str, ModuleType]) -> None:
-    armed, workload = benchmark["armed"], benchmark["workload"]
-    assert len(list(armed.with_buffers().buffers())) == 162
-    batches, size = workload.make_batches(3), workload.Size(steps=4, warm_up=1)
-    for make in armed.NETWORKS.values():
-        loads = (armed.UNARMED, *armed.LOADS)
-        data = [workload.TimedBatches(batches, size) for _ in loads]
-        one, *others = (armed.fit(make, load, d).state_dict() for load, d in zip(loads, data, strict=True))
-        assert all(torch.equal(one[name], other[name]) for other in others for name in one)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_networks_of_compiled_steps_are_trained_as_by_hand(benchmark: dict[str, ModuleType]) -> None:
     compiled, workload = benchmark["compiled"], benchmark["workload"]
@@ -159,22 +143,3 @@ def test_networks_of_compiled_steps_are_trained_as_by_hand(benchmark: dict[str, 
         for key, value in expected.items():
             torch.testing.assert_close(trained[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
         assert [entry.name for entry in compiled.entries(name)][-2:] == ['compile="auto"', "compile=True"]
-
-
-@pytest.mark.parametrize(("noise", "ratio", "code"), [(1.01, 1.019, 0), (1.0, 1.03, 1), (1.05, 1.03, 2)])
-def test_the_verdict_of_compiled_steps(noise: float, ratio: float, code: int, benchmark: dict[str, ModuleType]) -> None:
-    compiled, timing = benchmark["compiled"], benchmark["timing"]
-
-    def row(name: str, ratio: float) -> Any:
-        return timing.Row("LSTM", name, name, 100.0, 0.0, 0.0, 0.0, ratio)
-
-    rows = [
-        row(timing.BY_HAND, 1.0),
-        row(timing.NOISE, noise),
-        row("eager", 1.1),
-        row('compile="auto"', ratio),
-        row("compile=True", 1.5),
-    ]
-    with mock.patch.object(compiled, "measure", return_value=rows):
-        assert compiled.main(["--networks", "LSTM", "--check"]) == code
-        assert compiled.main(["--networks", "LSTM"]) == 0

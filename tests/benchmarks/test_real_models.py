@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-from equipoise.extensions.pipeline.planning.stage_costs import Block
 from tests.support.benchmarks import BENCHMARKS, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,13 +81,3 @@ def test_verdicts(
     row.weigh(["threads"], 120.0)
     assert bool(row.wrong) == is_wrong
     assert len(row.cells()) == len(campaign["main"].COLUMNS)
-
-
-@pytest.mark.thorough
-def test_the_best_cut_and_the_largest_piece(campaign: dict[str, ModuleType]) -> None:
-    best_cut = campaign["best_cut"]
-    # Between the second call and the third, which take 5 and 2 seconds, no cut is allowed.
-    costs = [(1.0, True), (5.0, False), (2.0, True), (1.0, True)]
-    calls = [Block(name=str(index), forward=cost, may_end=may) for index, (cost, may) in enumerate(costs)]
-    assert best_cut.best_to_mean(calls) == pytest.approx(2 * 8 / 9)
-    assert best_cut.largest_piece(calls) == ("1", pytest.approx(2 * 7 / 9))

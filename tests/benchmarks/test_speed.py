@@ -1,12 +1,9 @@
 """The benchmark of speed: loops take turns, rows over their bounds are measured again, the chart shows the history."""
 
-import json
 from itertools import count
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -74,18 +71,6 @@ def test_the_command(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFix
     with mock.patch.object(main, "make_rows", return_value=rows):
         assert main.main(["--starts", "1", "--steps", "20"]) in (0, 2)
     assert "import" in capsys.readouterr().out
-
-
-def test_a_version_has_one_line_of_the_history(benchmark: dict[str, ModuleType], tmp_path: Path) -> None:
-    history, path, chart = benchmark["history"], tmp_path / "history.jsonl", tmp_path / "chart.svg"
-    path.write_text("")
-    for version, ratio in (("0.1.0", 0.5), ("0.2.0", 0.6), ("0.2.0", 0.7)):
-        with mock.patch.object(history.equipoise, "__version__", version):
-            history.record({"a & b": (ratio, 0.8)}, path, chart)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["version"], line["ratios"]["a & b"]["ratio"]) for line in lines] == [("0.1.0", 0.5), ("0.2.0", 0.7)]
-    words = [element.text for element in ElementTree.parse(chart).iter("{http://www.w3.org/2000/svg}text")]
-    assert words == ["0.1.0", "0.2.0", "last ratio, bound", "a & b", "0.700, at most 0.800"]
 
 
 def test_the_chart_is_that_of_the_history(benchmark: dict[str, ModuleType]) -> None:

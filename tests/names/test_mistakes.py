@@ -51,9 +51,6 @@ MISTAKES = {
         "equipoise.EnsembleStrategy(3)"
     ),
     "Trainer does not take 10 without a name: write NAME=10; there are: accelerator,": "Trainer(10)",
-    "PipelineStrategy takes no argument 'stages'; did you mean `Trainer(devices=...)`?": (
-        "equipoise.PipelineStrategy(stages=2)"
-    ),
     "DDPStrategy takes no argument 'num_nodes'; did you mean `Trainer(num_nodes=...)`?": (
         "equipoise.DDPStrategy(num_nodes=2)"
     ),
@@ -61,18 +58,14 @@ MISTAKES = {
         "trainer().fit(Net(), loader, epochs=3)"
     ),
     "did you mean 'train_dataloaders'?": "trainer().fit(Net(), train_dataloader=loader)",
-    "did you mean 'model'?": "trainer().fit(module=Net(), train_dataloaders=loader)",
     "DataParallelStrategy takes no devices: give them to the trainer, as in Trainer(devices=['cuda:0'],": (
         "equipoise.DataParallelStrategy(['cuda:0'])"
     ),
     "'auto_lr_find'; did you mean the callback LearningRateFinder of lightning.pytorch.callbacks?": (
         "Trainer(auto_lr_find=True)"
     ),
-    "Trainer takes no argument 'output_dir'; did you mean 'default_root_dir'?": "Trainer(output_dir='runs')",
     "predict_memory: missing a required argument: 'module'.": "equipoise.predict_memory()",
-    "every_n_steps must be an integer of at least 1, not 0.": "equipoise.MemoryLogger(every_n_steps=0)",
     "max_epochs must be an integer": "Trainer(max_epochs='10')",
-    "RunReport takes no arguments, but was given 3.": "equipoise.RunReport(3)",
     "Trainer takes no module: it is the first argument of `fit`, as in Trainer(...).fit(module,": "Trainer(Net())",
     "Trainer takes no argument 'batch_size'; did you mean `DataLoader(batch_size=...)`?": "Trainer(batch_size=32)",
     "Trainer takes no argument 'learning_rate'; did you mean `configure_optimizers` of the module?": (
@@ -90,9 +83,6 @@ MISTAKES = {
     "did you mean 'EarlyStopping' of lightning.pytorch.callbacks?": "from equipoise import EarlyStoping",
     "'Trainer' object has no attribute 'train'; did you mean 'fit'?": "trainer().train(Net(), loader)",
     "'Trainer' object has no attribute 'lr_find'; did you mean the callback LearningRateFinder": "trainer().lr_find",
-    "'Trainer' object has no attribute 'fitt'; did you mean 'fit'?": "trainer().fitt(Net(), loader)",
-    "did you mean 'MemoryLogger'?": "from equipoise import MemoryLoger",
-    "no attribute 'seed_everything'; it is Lightning's": "equipoise.seed_everything(1)",
     # Hooks.
     "`Data.setup` is called with (stage), but is defined as `()`. Take `(self, stage)`.": """
 class Data(DataModule):
@@ -103,13 +93,6 @@ class Data(DataModule):
         return loader
 
 trainer().fit(Net(), datamodule=Data())
-""",
-    "`Steps.optimizer_step` is called with (epoch, batch_idx, optimizer, optimizer_closure)": """
-class Steps(Net):
-    def optimizer_step(self):
-        pass
-
-trainer().fit(Steps(), loader)
 """,
     "does not define `training_step`. Rename `train_step`.": """
 class Steps(equipoise.LightningModule):
@@ -144,7 +127,6 @@ trainer().fit(Logs(), loader)
     "The batch is of shape [4], torch.float32: each item that a loader gives is a batch.": (
         "trainer().fit(Net(), torch.zeros(8, 4))"
     ),
-    "The batch is of type str: each item that a loader gives is a batch.": "trainer().fit(Net(), 'data.csv')",
     "set `self.automatic_optimization = False`.": """
 class Twice(Net):
     def training_step(self, batch, batch_idx):
@@ -165,13 +147,6 @@ trainer().fit(Detached(), loader)
 class Nested(Net):
     def on_train_epoch_end(self):
         self.trainer.validate(self, loader)
-
-trainer().fit(Nested(), loader)
-""",
-    "`fit` was called within a run of the same trainer. Call it": """
-class Nested(Net):
-    def training_step(self, batch, batch_idx):
-        self.trainer.fit(Net(), loader)
 
 trainer().fit(Nested(), loader)
 """,

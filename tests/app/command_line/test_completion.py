@@ -28,25 +28,17 @@ def asked(equipoise, monkeypatch, line, point=None):
             marks=pytest.mark.whole_package,
         ),
         pytest.param("equipoise plan --h", ["--help", "--html="], marks=pytest.mark.whole_package),
-        ("equipoise f", ["fit"]),
         ("equipoise fit trainer.max_e", ["trainer.max_epochs="]),
-        ("equipoise validate trainer.max_e", ["trainer.max_epochs="]),
         ("equipoise fit module.lr=1 strategy=s", ["strategy=single_device"]),
         ("equipoise fit experiment=", ["experiment=short"]),
         ("equipoise fit --mult", ["--multirun"]),
         ("equipoise fit --config-dir more module=", ["module=another", "module=line"]),
-        ("equipoise fit --config-dir nowhere module=", []),
         ("equipoise fit nonsense=1 module.", []),
         ("equipoise devices ", []),
-        ("equipoise doctor ", []),
         ("equipoise devices --", ["--debug", "--help", "--watch", "--watch="]),
-        ("equipoise doctor --", ["--debug", "--help", "--json"]),
         pytest.param("equipoise compare --st", ["--steps=", "--strategies="], marks=pytest.mark.whole_package),
         pytest.param("equipoise compare trainer.max_e", ["trainer.max_epochs="], marks=pytest.mark.whole_package),
-        pytest.param("equipoise savings --j", ["--json"], marks=pytest.mark.whole_package),
         pytest.param("equipoise export ", [], marks=pytest.mark.whole_package),
-        pytest.param("equipoise export --de", ["--debug"], marks=pytest.mark.whole_package),
-        pytest.param("equipoise export --c", [], marks=pytest.mark.whole_package),
         ("equipoise nonsense --", []),
     ],
 )
@@ -79,10 +71,9 @@ def test_completion_in_a_real_shell(project):
     assert done.stdout.split() == ["trainer.max_epochs="]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-@pytest.mark.parametrize("command", ["completion {}", "-sc install={}"])
-def test_completion_prints_what_to_eval(equipoise, command, shell):
-    code, out, _ = equipoise(*command.format(shell).split())
+@pytest.mark.parametrize("command", ["completion bash", "completion zsh", "completion fish", "-sc install=fish"])
+def test_completion_prints_what_to_eval(equipoise, command):
+    code, out, _ = equipoise(*command.split())
     assert code == 0
     assert "equipoise" in out
     assert "COMP_LINE" in out

@@ -2,8 +2,7 @@
 
 import pytest
 
-import equipoise as package
-from equipoise.app.command_line.folders import starter_folder, take_folders
+from equipoise.app.command_line.folders import take_folders
 
 
 @pytest.mark.parametrize("flag", [("--config-dir", "more"), ("--config-dir=more",), ("-cd", "more"), ("-cd=more",)])
@@ -19,13 +18,6 @@ def test_where_nothing_is_configured_the_example_runs_and_says_so(tmp_path, equi
     code, out, err = equipoise("fit", "--cfg", "job", "--package", "module._target_")
     assert (code, out.strip()) == (0, "digits.module.ConvNet")
     assert "this is the digits example" in err
-
-
-def test_an_installed_package_has_the_example_within(tmp_path, monkeypatch):
-    starter = tmp_path / "starter"
-    starter.mkdir()
-    monkeypatch.setattr(package, "__file__", str(tmp_path / "__init__.py"))
-    assert starter_folder() == starter
 
 
 def test_the_example_says_what_it_needs(tmp_path, equipoise, monkeypatch):

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Dict, Literal, Optional, Tuple, TypeVar, Union  # noqa: UP035
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, Tuple, TypeVar  # noqa: UP035
 
 import pytest
 import torch
 
 from equipoise import ConfigurationError
-from equipoise.app.config.annotations import accepts, check_types, name_of_type
+from equipoise.app.config.annotations import accepts, check_types
 
 if TYPE_CHECKING:
     from somewhere import Unknown
@@ -26,16 +26,14 @@ T = TypeVar("T")
         (Path, ["a/b"], [None, []]),
         (None, [None], [0, ""]),
         (Optional[float], [None, 0.5], ["abc"]),  # noqa: UP045
-        (Union[int, str], [1, "a"], [None, []]),  # noqa: UP007
         (int | torch.dtype, [1, "float32", None], []),
         (Literal["relu", 1], ["relu", 1], ["tanh", None, True]),
-        (list, [[], [1, "a"]], ["a", None, {}, 3]),
+        (list, [[], [1, "a"]], ["a", None, {}]),
         (list[int], [[], [1, 2]], [["a"], 3, None, [None]]),
         (tuple[int, int], [[1, 2]], [[1], [1, "a"], 1]),
         (Tuple[int, ...], [[], [1, 2, 3]], [["a"]]),  # noqa: UP006
         (Sequence[str], [["a"], "a"], [3, None]),
         (Iterable[int], [[1]], [None, ["a"]]),
-        (Dict[str, float], [{"a": 1}], [{"a": "b"}, []]),  # noqa: UP006
         (Mapping[str, list[int]], [{"a": [1]}], [{"a": 1}]),
         (Annotated[int, "a note"], [1], ["a"]),
     ],
@@ -79,18 +77,3 @@ def test_an_annotation_that_cannot_be_relied_on_is_passed_over(target: type) -> 
         ConfigurationError, match=rf"^module\.width must be of type int, as {target.__name__} annotates"
     ):
         check_types(target, {"width": "wide"}, "module")
-
-
-def test_null_names_its_own_way_out() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"it is null\. If null has a meaning, annotate it as float \| None\.$"
-    ):
-        check_types(lambda_with_annotation, {"dropout": None}, "module")
-
-
-def lambda_with_annotation(dropout: float) -> None: ...
-
-
-def test_names_of_types_are_without_modules_but_values_stay() -> None:
-    assert name_of_type(Optional[Path]) == "Optional[Path]"  # noqa: UP045
-    assert name_of_type(Literal["fast.v1", "slow.v1"]) == "Literal['fast.v1', 'slow.v1']"

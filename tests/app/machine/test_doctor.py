@@ -58,17 +58,10 @@ def test_the_json_without_what_packages_print(equipoise, monkeypatch: pytest.Mon
     assert facts["failures"] == {}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--jsn",), "equipoise doctor takes no argument '--jsn'; did you mean '--json'?"),
-        (("--json", "trainer.devices=2"), "equipoise doctor takes no argument 'trainer.devices=2'; there are: --json."),
-    ],
-)
-def test_other_arguments_are_refused(equipoise, arguments, message) -> None:
-    code, out, err = equipoise("doctor", *arguments)
+def test_other_arguments_are_refused(equipoise) -> None:
+    code, out, err = equipoise("doctor", "--jsn")
     assert (code, out) == (2, "")
-    assert message in err
+    assert "equipoise doctor takes no argument '--jsn'; did you mean '--json'?" in err
 
 
 def test_packages_that_are_missing_untested_or_lack_names(equipoise, monkeypatch: pytest.MonkeyPatch) -> None:

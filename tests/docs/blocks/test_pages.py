@@ -7,50 +7,10 @@ import pytest
 from tests.docs.blocks.pages import blocks_of
 from tests.docs.blocks.python_blocks import run_python
 
-PAGE = """\
-# Page
-
-<!-- setup
-x = 1
-
-y = 2
--->
-
-```python
-print(x)
-```
-
-<!-- not run: needs a cluster -->
-```bash
-srun equipoise fit
-```
-
-1. In a list:
-
-   <!-- run -->
-   ```bash
-   # job.sh
-   echo
-   ```
-
-```{toctree}
-other
-```
-"""
-
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     return tmp_path / "page.md"
-
-
-def test_blocks_have_language_line_mark_and_file(page: Path) -> None:
-    page.write_text(PAGE)
-    setup, shown, cluster, job = blocks_of(page)
-    assert (setup.language, setup.line, setup.source) == ("setup", 4, "x = 1\n\ny = 2\n")
-    assert (shown.language, shown.line, shown.source, shown.mark) == ("python", 10, "print(x)\n", "")
-    assert (cluster.language, cluster.mark) == ("bash", "not run")
-    assert (job.mark, job.file, job.source) == ("run", "job.sh", "# job.sh\necho\n")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from equipoise import Callback, LightningModule, OutOfMemoryEvent, Split, Trainer
@@ -32,16 +31,6 @@ class Watcher(Callback):
     ) -> None:
         if isinstance(outputs, Mapping) and outputs:
             self.losses.append(float(outputs["loss"]))
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        pl_module.log("gradients", torch.tensor(float(len(optimizer.param_groups))))
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        value = trainer.callback_metrics.get("val_loss")
-        if value is not None:
-            trainer.print(float(value))
 
     def on_out_of_memory(
         self, trainer: Trainer, pl_module: LightningModule, event: OutOfMemoryEvent
