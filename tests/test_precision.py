@@ -325,10 +325,9 @@ class ScaleNorm(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1 / 3))
 
-    def forward(self, x: Tensor, *, extra: Any = None) -> dict[str, Any]:
-        seen = [x.dtype] if extra is None else [x.dtype, extra["shift"].dtype, extra["index"].dtype]
-        shift = 0 if extra is None else extra["shift"]
-        return {"out": x / x.norm(dim=-1, keepdim=True) * self.scale + shift, "seen": seen}
+    def forward(self, x: Tensor, *, extra: Any) -> dict[str, Any]:
+        seen = [x.dtype, extra["shift"].dtype, extra["index"].dtype]
+        return {"out": x / x.norm(dim=-1, keepdim=True) * self.scale + extra["shift"], "seen": seen}
 
 
 class renormaliser(ScaleNorm):

@@ -1,15 +1,8 @@
 """Output of every command on a terminal of 80 columns, in a pipe and in a file: its widths and its words."""
 
-import fcntl
-import os
-import pty
 import re
-import struct
 import sys
-import termios
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,42 +48,6 @@ COMMANDS = [
 ]
 
 
-@contextmanager
-def _on_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    """Let this process write to a terminal in the block; the list receives what was written."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    written: list[bytes] = []
-
-    def read() -> None:
-        # The end of a terminal is an error of Linux.
-        try:
-            while chunk := os.read(master, 65536):
-                written.append(chunk)
-        except OSError:
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    before = [os.dup(1), os.dup(2)]
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("COLUMNS", raising=False)
-    try:
-        for number in (1, 2):
-            os.dup2(slave, number)
-        with open(1, "w", closefd=False) as out, open(2, "w", closefd=False) as err, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", out)
-            patch.setattr(sys, "stderr", err)
-            yield written
-    finally:
-        for number, copy in zip((1, 2), before, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)
-        os.close(slave)
-        reader.join()
-        os.close(master)
-
-
 def test_each_command_is_measured() -> None:
     lines = [str(command if isinstance(command, str) else command.values[0]) for command in COMMANDS]
     measured = {line.split()[0] for line in lines if "--help" not in line}
@@ -128,8 +85,6 @@ def _interrupt(server: WatchServer) -> None:
 def test_widths_and_words(
     equipoise: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    from equipoise.__main__ import main
-
     monkeypatch.setattr(WatchServer, "serve_forever", _interrupt)
 
     # 1. In a pipe or a file.
@@ -137,9 +92,11 @@ def test_widths_and_words(
     _check(out, FILE_WIDTH)
 
     # 2. On a terminal.
-    with _on_terminal(SCREEN, monkeypatch) as written:
-        main(command.split())
-    text = _CODES.sub("", b"".join(written).decode())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(SCREEN))
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    text = _CODES.sub("", "".join(equipoise(*command.split())[1:]))
     _check(text, SCREEN)
 
     # 3. The same words, and none is divided: those of a run are measured anew.

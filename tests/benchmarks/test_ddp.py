@@ -1,25 +1,24 @@
 """The DDP benchmark runs, tells what is too slow, and leaves no process."""
 
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 MODULES = ("main", "launches")
 
 
 @pytest.fixture
-def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+def benchmark(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("ddp", *MODULES)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(benchmark: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "table.md"
     assert benchmark["main"].main(["--rounds", "1", "--steps", "2", "--markdown", str(page)]) == 0
     printed = capsys.readouterr().out
@@ -34,7 +33,7 @@ def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize(("factor", "code"), [(1.04, 0), (1.06, 1)])
 @pytest.mark.filterwarnings("ignore")
-def test_a_broken_bound(factor: float, code: int, benchmark: dict[str, ModuleType]) -> None:
+def test_a_broken_bound(factor: float, code: int, benchmark: Modules) -> None:
     """One way is slower than another by a factor; nothing is measured."""
     main = benchmark["main"]
 
@@ -50,6 +49,6 @@ def test_a_broken_bound(factor: float, code: int, benchmark: dict[str, ModuleTyp
         assert main.main(["--rounds", "1"]) == 0
 
 
-def test_launches_end_in_order(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_launches_end_in_order(benchmark: Modules, capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark["launches"].main(["--count", "2"]) == 0
     assert "2 launches, all ended in order; processes left: 0." in capsys.readouterr().out

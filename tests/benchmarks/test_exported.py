@@ -1,14 +1,13 @@
 """The trial of torch.export trains small networks, and its verdicts are right."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -20,7 +19,7 @@ MODULES = (
 
 
 @pytest.fixture
-def trial(scripts: Scripts) -> dict[str, ModuleType]:
+def trial(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("real_models", *MODULES)
 
@@ -53,14 +52,14 @@ def batch(count: int, generator: Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(count, 4, dtype=torch.float64, generator=generator)}
 
 
-def judged(trial: dict[str, ModuleType], make: Callable[[], nn.Module]) -> dict[str, Any]:
+def judged(trial: Modules, make: Callable[[], nn.Module]) -> dict[str, Any]:
     row: dict[str, Any] = {"section": "torch", "model": "a"}
     trial["model_export"].judge(trial["catalogue"].Model("a", "torch", make, batch), lambda **found: row.update(found))
     return row
 
 
 @pytest.mark.thorough
-def test_a_model_that_is_exported(trial: dict[str, ModuleType]) -> None:
+def test_a_model_that_is_exported(trial: Modules) -> None:
     row = judged(trial, Layers)
     assert row["any_size"]
     assert row["outputs"] == [0, 0]
@@ -71,7 +70,7 @@ def test_a_model_that_is_exported(trial: dict[str, ModuleType]) -> None:
     assert "stack" not in row
 
 
-def test_a_model_that_is_refused_trains_by_its_stack(trial: dict[str, ModuleType]) -> None:
+def test_a_model_that_is_refused_trains_by_its_stack(trial: Modules) -> None:
     row = judged(trial, Asks)
     assert row["refused"].startswith("GuardOnDataDependentSymNode")
     assert not trial["exported"].is_equal(row)

@@ -18,43 +18,26 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("qui
 LONG = [1, 11, 14]
 
 
-# Processes
-
-
-def item_that(code: str, monkeypatch: pytest.MonkeyPatch, limit: float = 120.0) -> Outcome:
-    """Run Python code as the process of an item."""
-    run_limited = campaign.run_limited
-
-    def run_code(arguments: Any, limit: float) -> str:
-        path = arguments[arguments.index("--out") + 1]
-        return run_limited([sys.executable, "-c", code, path], limit)
-
-    monkeypatch.setattr(campaign, "run_limited", run_code)
-    monkeypatch.setattr(campaign, "LEAST_SECONDS", 0.1)
-    return campaign.run_item(Item(99, "code", "", limit), [], 120.0)
-
-
-WRITING = """
+FAILING = """
 import json, sys
 row = {"what": "first", "value": 1.0, "unit": "", "bound": "", "is_kept": None, "is_time": False}
 print(json.dumps(row), file=open(sys.argv[1], "w"))
+raise ValueError("planned")
 """
 
 
 def test_an_item_that_fails_keeps_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = item_that(WRITING + "raise ValueError('planned')", monkeypatch)
+    run_limited = campaign.run_limited
+
+    def run_code(arguments: Any, limit: float) -> str:
+        path = arguments[arguments.index("--out") + 1]
+        return run_limited([sys.executable, "-c", FAILING, path], limit)
+
+    monkeypatch.setattr(campaign, "run_limited", run_code)
+    outcome = campaign.run_item(Item(99, "code", "", 120.0), [], 120.0)
     assert outcome.rows == (Row("first", 1.0),)
     assert outcome.problem == "exit code 1: ValueError: planned"
     assert not outcome.is_good
-
-
-def test_an_item_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = item_that("import threading; threading.Event().wait()", monkeypatch, limit=0.5)
-    assert outcome.problem == "ended after 0 s"
-    assert not outcome.is_good
-
-
-# Results
 
 
 @pytest.mark.parametrize(

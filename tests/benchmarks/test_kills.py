@@ -2,20 +2,19 @@
 
 import random
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.benchmarks import BENCHMARKS, Scripts
+from tests.support.benchmarks import BENCHMARKS, Modules, Scripts
 from tests.support.programs import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
+def scripts_of_it(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("kills", "programs", "attempts", "main")
 
@@ -55,7 +54,7 @@ def a_row_twice(outcome: Any) -> None:
 
 
 @pytest.mark.parametrize("spoil", [weights_off, a_sample_lost, a_row_twice])
-def test_what_is_wrong_is_noticed(spoil: Callable[[Any], None], scripts_of_it: dict[str, ModuleType]) -> None:
+def test_what_is_wrong_is_noticed(spoil: Callable[[Any], None], scripts_of_it: Modules) -> None:
     def outcome() -> Any:
         weights = {"net.0.weight": torch.ones(2, 2)}
         values = {"weights": weights, "best": [["a", 1.0, 2, {}]]}

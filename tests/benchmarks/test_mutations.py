@@ -1,11 +1,10 @@
 """Mutations change what their text says, and the campaign reports which of them a test catches."""
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 SOURCE = '''"""Docstring: 1 < 2."""
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ def f(x: "list[1]", ready=True):
 '''
 
 
-Modules = dict[str, ModuleType]
 MODULES = ("main", "by_folder", "record", "operators", "samples", "checkout", "choice")
 
 FILES = {

@@ -2,38 +2,28 @@
 
 import random
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_collections")]
 
 
 @pytest.fixture
-def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
+def scripts_of_it(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("oom_recovery", "cases", "main")
 
 
 @pytest.mark.thorough
-def test_a_sample(scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    """Drawn anew each time; the number of the first case is printed."""
+def test_a_sample(scripts_of_it: Modules, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn anew each time, on one device and on several processes; the number of the first case is printed."""
     print("first:", first := random.randrange(10**6))
-    code = scripts_of_it["main"].main(["--cases", "6", "--ddp", "0", "--first", str(first)])
-    assert code == 0, capsys.readouterr().out
-
-
-@pytest.mark.thorough
-def test_a_sample_on_several_processes(
-    scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
-    print("first:", first := random.randrange(10**6))
-    code = scripts_of_it["main"].main(["--cases", "0", "--ddp", "4", "--first", str(first)])
+    code = scripts_of_it["main"].main(["--cases", "6", "--ddp", "4", "--first", str(first)])
     assert code == 0, capsys.readouterr().out
 
 
@@ -48,7 +38,7 @@ def one_lost(outcome: Any) -> None:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("spoil", [off, one_lost])
 def test_what_is_wrong_is_noticed(
-    spoil: Callable[[Any], None], scripts_of_it: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+    spoil: Callable[[Any], None], scripts_of_it: Modules, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases, main = scripts_of_it["cases"], scripts_of_it["main"]
     seed = next(n for n in range(99) if (case := cases.draw(n, ("single_device",))).is_bitwise and not case.dropout)

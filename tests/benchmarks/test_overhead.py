@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -10,16 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
-MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main", "armed", "compiled")
+MODULES = ("workload", "by_hand", "frameworks", "timing", "import_time", "verdict", "main")
 LOADS = ("bare", "samples", "logs", "full", "full with epoch values", "accumulation", "evaluation")
 
 
 @pytest.fixture
-def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+def benchmark(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("overhead", *MODULES)
 
@@ -28,7 +27,7 @@ def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # of Lightning, Accelerate and Ignite, about loaders, terminals and folders
 @pytest.mark.parametrize("load", LOADS)
-def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, ModuleType]) -> None:
+def test_all_loops_end_with_the_same_weights(load: str, benchmark: Modules) -> None:
     size = benchmark["workload"].Size(steps=9, warm_up=2)
     batches = benchmark["workload"].make_batches(6)
     hand = benchmark["main"].HAND[load if load in benchmark["main"].HAND else "training"]
@@ -52,7 +51,7 @@ def test_all_loops_end_with_the_same_weights(load: str, benchmark: dict[str, Mod
             )
 
 
-def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dict[str, ModuleType]) -> None:
+def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: Modules) -> None:
     """A machine whose speed drifts changes no ratio, and the loops are equally often first.
 
     Pairs in which it was much slower than at its best are left out.
@@ -84,7 +83,7 @@ def test_each_run_is_compared_with_the_hand_written_run_beside_it(benchmark: dic
     assert all(timing.BY_HAND in pair for pair in zip(order[::2], order[1::2], strict=True))
 
 
-def row(benchmark: dict[str, ModuleType], name: str, load: str, over: float) -> Any:
+def row(benchmark: Modules, name: str, load: str, over: float) -> Any:
     return benchmark["timing"].Row("training", name, load, 100 + over, over, over, over, 1 + over / 100)
 
 
@@ -98,9 +97,7 @@ def row(benchmark: dict[str, ModuleType], name: str, load: str, over: float) -> 
         ("bare", 50.0, 1.3, -2.1, 2),
     ],
 )
-def test_verdict(
-    load: str, over: float, imports: float, noise: float, code: int, benchmark: dict[str, ModuleType]
-) -> None:
+def test_verdict(load: str, over: float, imports: float, noise: float, code: int, benchmark: Modules) -> None:
     rows = [
         row(benchmark, benchmark["timing"].BY_HAND, "training", 0.0),
         row(benchmark, benchmark["timing"].NOISE, "training", noise),
@@ -114,7 +111,7 @@ def test_verdict(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_prints_a_table_and_writes_the_numbers(
-    benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, page = tmp_path / "numbers.json", tmp_path / "table.md"
     command = "--rounds 2 --steps 5 --warm-up 1 --import-rounds 0 --loads bare accumulation"
@@ -130,16 +127,3 @@ def test_the_command_prints_a_table_and_writes_the_numbers(
     assert "Equipoise" in printed
     assert len(page.read_text().splitlines()) == 2 + len(named)
     assert "1 thread" in printed
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_networks_of_compiled_steps_are_trained_as_by_hand(benchmark: dict[str, ModuleType]) -> None:
-    compiled, workload = benchmark["compiled"], benchmark["workload"]
-    size = workload.Size(steps=4, warm_up=1)
-    for name, make in compiled.NETWORKS.items():
-        batches = workload.make_batches(3)
-        expected = compiled.by_hand(make, workload.TimedBatches(batches, size)).state_dict()
-        trained = compiled.fit(make, "eager", workload.TimedBatches(batches, size)).state_dict()
-        for key, value in expected.items():
-            torch.testing.assert_close(trained[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
-        assert [entry.name for entry in compiled.entries(name)][-2:] == ['compile="auto"', "compile=True"]

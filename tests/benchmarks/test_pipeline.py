@@ -1,24 +1,23 @@
 """The pipeline benchmark runs on something small, its search finds the best, and its verdicts are right."""
 
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+def benchmark(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("pipeline", "networks", "cuts", "sleeping", "main")
 
 
 @pytest.mark.slow
-def test_the_command(benchmark: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(benchmark: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, main = tmp_path / "tables.md", benchmark["main"]
     command = "--steps 1 --rounds 1 --devices 2 --replica-devices 2 --micro-batches 1 2 --small"
     with mock.patch.object(main, "FORWARD", 1e-4), mock.patch.object(main, "BACKWARD", 1e-4):

@@ -3,14 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.benchmarks import BENCHMARKS, Scripts
+from tests.support.benchmarks import BENCHMARKS, Modules, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -29,7 +27,7 @@ CUT = {"names": ["net.layers.2"], "to_mean": 1.05, "opaque": {"gate": "it asks f
 
 
 @pytest.fixture
-def campaign(scripts: Scripts) -> dict[str, ModuleType]:
+def campaign(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("real_models", *MODULES)
 
@@ -45,17 +43,6 @@ def test_models_of_torch(tmp_path: Path) -> None:
         campaign = subprocess.run([*command, *engines], capture_output=True, text=True, timeout=300, check=False)
         assert campaign.returncode == 0, campaign.stdout + campaign.stderr
     assert "| torch | 3 | 3 | 0 | 0 |" in table.read_text()
-
-
-def test_an_absent_library_is_skipped(
-    campaign: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "table.md"
-    with mock.patch.object(campaign["main"], "absence", lambda library: f"{library} is absent"):
-        command = ["--sections", "timm", "--records", str(tmp_path), "--markdown", str(table)]
-        assert campaign["main"].main(command) == 0
-    assert "timm: skipped, timm is absent" in capsys.readouterr().out
-    assert "- timm: skipped, timm is absent" in table.read_text()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +61,7 @@ def test_verdicts(
     single_precision: bool,
     refusal: str,
     is_wrong: bool,
-    campaign: dict[str, ModuleType],
+    campaign: Modules,
 ) -> None:
     model = campaign["catalogue"].Model("a", "torch", torch.nn.Identity, lambda count, generator: {}, refusal=refusal)
     row = campaign["main"].Row("torch", model, {"engines": {"threads": found}, "single_precision": single_precision})

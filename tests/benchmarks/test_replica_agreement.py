@@ -2,25 +2,24 @@
 
 import random
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = 4
 
 
 @pytest.fixture
-def scripts_of_it(scripts: Scripts) -> dict[str, ModuleType]:
+def scripts_of_it(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     return scripts("replica_agreement", "base", "planted", "healthy", "costs", "main")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [QUICK, pytest.param(1000, marks=pytest.mark.slow)], ids=["sample", "all"])
-def test_programs(count: int, scripts_of_it: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_programs(count: int, scripts_of_it: Modules, tmp_path: Path) -> None:
     """Drawn anew each time; the seed is printed."""
     print("seed:", seed := random.SystemRandom().randrange(10**6))
     draw = random.Random(seed)
@@ -36,7 +35,7 @@ def test_programs(count: int, scripts_of_it: dict[str, ModuleType], tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_what_is_wrong_is_noticed(scripts_of_it: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_what_is_wrong_is_noticed(scripts_of_it: Modules, tmp_path: Path) -> None:
     main, faults = scripts_of_it["main"], scripts_of_it["planted"].FAULTS
     fault = faults["one bit of one element"]
     other = type(fault)(fault.run, "net.0.weight")

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from tests.support.benchmarks import Scripts
+from tests.support.benchmarks import Modules, Scripts
 
 
 @pytest.fixture
-def benchmark(scripts: Scripts) -> dict[str, ModuleType]:
+def benchmark(scripts: Scripts) -> Modules:
     """The benchmark's scripts, by name."""
     shared = scripts("overhead", "workload", "by_hand", "frameworks", "import_time")
     return shared | scripts("speed", "turns", "loops", "history", "main")
@@ -22,7 +22,7 @@ def options(main: ModuleType) -> Any:
     return main.argparse.Namespace(steps=1, starts=1, planted=0.0)
 
 
-def test_loops_take_turns_and_their_ratio_is_that_of_their_steps(benchmark: dict[str, ModuleType]) -> None:
+def test_loops_take_turns_and_their_ratio_is_that_of_their_steps(benchmark: Modules) -> None:
     turns = benchmark["turns"]
     # It is read before and after the step of the hand-written loop, which takes 2 s; the other one takes 3 s.
     clock = (second for turn in count() for second in (5.0 * turn, 5.0 * turn + 2))
@@ -43,7 +43,7 @@ def test_loops_take_turns_and_their_ratio_is_that_of_their_steps(benchmark: dict
     ],
 )
 def test_the_median_of_three_decides_on_a_row_that_is_over_its_bound(
-    ratios: dict[str, list[float]], code: int, benchmark: dict[str, ModuleType]
+    ratios: dict[str, list[float]], code: int, benchmark: Modules
 ) -> None:
     main = benchmark["main"]
     rows = [row for row in main.make_rows() if row.name in ratios]
@@ -56,7 +56,7 @@ def test_the_median_of_three_decides_on_a_row_that_is_over_its_bound(
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-def test_each_row_is_measured(benchmark: dict[str, ModuleType]) -> None:
+def test_each_row_is_measured(benchmark: Modules) -> None:
     loops = benchmark["loops"]
     named = {row.name for row in benchmark["main"].make_rows()} - {"import", "first step"}
     assert {loops.LOGGED, *loops.LOOPS} - named == {"logging step"}
@@ -65,7 +65,7 @@ def test_each_row_is_measured(benchmark: dict[str, ModuleType]) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(benchmark: Modules, capsys: pytest.CaptureFixture[str]) -> None:
     main = benchmark["main"]
     rows = [main.Row("control", "a / a", 9.0), main.Row("import", "b / c", 9.0)]
     with mock.patch.object(main, "make_rows", return_value=rows):
@@ -73,6 +73,6 @@ def test_the_command(benchmark: dict[str, ModuleType], capsys: pytest.CaptureFix
     assert "import" in capsys.readouterr().out
 
 
-def test_the_chart_is_that_of_the_history(benchmark: dict[str, ModuleType]) -> None:
+def test_the_chart_is_that_of_the_history(benchmark: Modules) -> None:
     history = benchmark["history"]
     assert history.CHART.read_text(encoding="utf-8") == history.draw(history.read())

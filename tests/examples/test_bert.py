@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from equipoise import BalancedDataParallelStrategy, DataParallelStrategy, Trainer
+from tests.support.quiet import QUIET
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bert"
 CONF = EXAMPLE / "conf"
@@ -62,10 +63,7 @@ def fit(bert, folder, strategy, devices):
         precision="64-true",
         max_steps=4,
         limit_val_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, datamodule=data)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

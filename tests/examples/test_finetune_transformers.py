@@ -40,6 +40,18 @@ def test_the_head_alone(empty_folder, equipoise):
 
 
 @pytest.mark.slow
+def test_two_devices_compute_as_one(empty_folder, equipoise):
+    dropouts = ("dropout", "attention_dropout", "seq_classif_dropout")
+    changes = [*(f"+module.settings.{name}=0" for name in dropouts), "precision=64-true"]
+    fit(equipoise, *changes, *QUICK)
+    expected = logged(empty_folder, "train_loss")
+    assert len(expected) == 3
+    for strategy in (["strategy=dp"], ["strategy=balanced", "strategy.shares=[1,3]"]):
+        fit(equipoise, *changes, *QUICK, *strategy, "trainer.devices=[cpu,cpu]")
+        assert logged(empty_folder, "train_loss") == pytest.approx(expected, rel=1e-10), strategy
+
+
+@pytest.mark.slow
 def test_batches_by_tokens_on_two_processes(empty_folder, equipoise):
     fit(equipoise, "data.max_tokens=512", *QUICK, "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
     assert len(logged(empty_folder, "train_loss")) == 3

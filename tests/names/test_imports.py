@@ -27,6 +27,20 @@ def test_what_was_created_meanwhile_is_old(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(existing is created for existing in gc.get_objects(generation=2))
 
 
+@pytest.mark.usefixtures("full_collections")
+def test_objects_that_were_set_aside_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    created = Created()
+    gc.freeze()
+    try:
+        with collector_paused():
+            import_something(monkeypatch)
+        # Their number would not do: other threads may free some of them meanwhile.
+        assert gc.get_freeze_count() > 0
+        assert not any(existing is created for existing in gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
 def test_a_program_without_collections_stays_so() -> None:
     gc.disable()
     try:

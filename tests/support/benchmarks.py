@@ -13,12 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
-__all__ = ["BENCHMARKS", "Scripts", "scripts"]
+__all__ = ["BENCHMARKS", "Modules", "Scripts", "scripts"]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning", "equipoise")  # which they silence
 
-Scripts = Callable[..., dict[str, ModuleType]]
+Modules = dict[str, ModuleType]
+Scripts = Callable[..., Modules]
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def test_the_json_without_what_packages_print(equipoise, monkeypatch: pytest.Mon
         return find(name)
 
     monkeypatch.setattr(adapters, "find", print_and_find)
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO" * 100)
     code, out, err = equipoise("doctor", "--json")
     assert code == 0
     assert "welcome" in err
@@ -54,7 +55,8 @@ def test_the_json_without_what_packages_print(equipoise, monkeypatch: pytest.Mon
     assert facts["devices"]["devices"][0]["device"] == "cpu"
     assert {feature["key"] for feature in facts["features"]} == {feature.key for feature in all_features()}
     assert facts["limits"].keys() == {"open_files", "most_open_files", "shared_memory", "free_shared_memory"}
-    assert facts["environment"]["NCCL_DEBUG"] == "INFO"
+    assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert facts["environment"]["NCCL_DEBUG"] == "INFO" * 50
     assert facts["failures"] == {}
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hydra.core.plugins import Plugins
 
+from tests.support.programs import EQUIPOISE, Program
 from tests.support.projects import write
 
 SWEEP = ("fit", "--multirun", "hydra.sweep.dir=sweep", "callbacks=[model_checkpoint]")
@@ -85,3 +86,15 @@ def test_an_interrupt_ends_the_jobs_that_had_no_end(project, equipoise):
     code, out, err = equipoise(*SWEEP, *launcher, "module.lr=0.1,0.2,0.3")
     assert code == 130, err
     assert "Sweep: 1 done, 2 interrupted" in out
+
+
+@pytest.mark.slow
+def test_submitit(project, tmp_path_factory):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
+    folder = tmp_path_factory.mktemp("elsewhere")
+    arguments = (*SWEEP, "--config-dir", str(project / "conf"), "hydra/launcher=submitit_local", "module.lr=0.1,0.2")
+    with Program(EQUIPOISE, *arguments, folder=folder) as program:
+        output, complaints = program.finish()
+        assert program.returncode == 0, complaints
+    assert "Sweep: 2 done" in output
+    assert [epochs(folder, job) for job in (0, 1)] == [["0"], ["0"]]

@@ -11,7 +11,7 @@ from rich.console import Console
 from equipoise.app.sweeps import tables
 from equipoise.app.sweeps.collection import collected_results, current_results
 from equipoise.app.sweeps.progress import Progress
-from equipoise.app.sweeps.results import JobResult, SweepResults
+from equipoise.app.sweeps.results import JobResult, JobState, SweepResults
 from equipoise.app.sweeps.tables import SweepDisplay, closing_table, live_table, print_closing_table
 from equipoise.errors import SweepError
 from tests.support.terminal import Terminal
@@ -141,6 +141,21 @@ def test_results_of_several_batches_are_one_table(tmp_path, capsys):
         run_two_batches(tmp_path)
     assert capsys.readouterr().out.count("Sweep: 1 done, 1 failed") == 1
     assert current_results() is None
+
+
+def interrupt_a_sweep(folder, interrupted):
+    with collected_results() as results:
+        results.add([interrupted], folder)
+        interrupted.interrupt()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_its_table(tmp_path, capsys):
+    interrupted = job(0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_a_sweep(tmp_path, interrupted)
+    assert "Sweep: 1 interrupted" in capsys.readouterr().out
+    assert interrupted.state is JobState.INTERRUPTED
 
 
 def test_pages_of_extensions_are_named_and_a_broken_one_is_told_of(results, tmp_path, monkeypatch):

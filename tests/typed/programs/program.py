@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 from callback import Watcher
+from halving_strategy import HalvingStrategy
 from json_lines_logger import JSONLinesLogger
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from module import Classifier, Noise
-from strategy import ScaledStrategy
 from torch.utils.data import DataLoader
 
 from equipoise import (
@@ -34,7 +34,7 @@ def train(folder: Path) -> float:
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=ScaledStrategy(factor=0.5),
+        strategy=HalvingStrategy(),
         precision="bf16-mixed",
         max_epochs=2,
         gradient_clip_val=1.0,

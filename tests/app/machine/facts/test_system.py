@@ -1,4 +1,4 @@
-"""Limits, and the variables that are shown."""
+"""Limits, and systems without them."""
 
 import resource
 from pathlib import Path
