@@ -1,5 +1,6 @@
 """Sweeps that continue in the folder of each job, or are interrupted, and launchers in processes without our paths."""
 
+import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ def first_checkpoint(project: Path, job: int) -> str:
 
 def epochs(project: Path, job: int) -> list[str]:
     """Return the epochs in the metrics of a job."""
-    header, *rows = (project / "sweep" / str(job) / "metrics.csv").read_text().splitlines()
-    column = header.split(",").index("epoch")
-    return sorted({row.split(",")[column] for row in rows})
+    lines = (project / "sweep" / str(job) / "metrics.csv").read_text().splitlines()
+    return sorted({row["epoch"] for row in csv.DictReader(lines)})
 
 
 @pytest.mark.thorough

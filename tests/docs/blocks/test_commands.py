@@ -12,12 +12,12 @@ from tests.docs.blocks.shell_words import commands_in
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("make tset", "make has no tset"),
+        ("A=1 make tset  # quick", "make has no tset"),
         ("pip install '.[exmples]'", "no extra"),
         ("python missing.py", "there is no missing.py"),
         ("equipoise fitt", "there is no command fitt"),
         ("equipoise fit --mulirun module.lr=0.1", "has no flag --mulirun"),
-        ("equipoise fit module.learning=0.1", "module.learning"),
+        ("equipoise fit \\\n  module.learning=0.1", "module.learning"),
         ("srun equipoise fit strategy=dpp", "dpp"),
         ("equipoise plan trainer.devices=2x24apples", "apples"),
         ("equipoise compare --strategies=dpp", "dpp"),

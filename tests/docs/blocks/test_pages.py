@@ -13,6 +13,12 @@ def page(tmp_path: Path) -> Path:
     return tmp_path / "page.md"
 
 
+def test_a_block_has_a_mark_and_a_file(page: Path) -> None:
+    page.write_text("<!-- run -->\n```bash\n# job.sh\necho\n```\n")
+    (block,) = blocks_of(page)
+    assert (block.mark, block.file) == ("run", "job.sh")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
