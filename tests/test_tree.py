@@ -10,13 +10,7 @@ import torch
 
 from equipoise.extensions.pipeline.graph.stages import plain_items
 from equipoise.interop.torch import dispatch
-from equipoise.tree import (
-    entries_of,
-    items_of,
-    leaves_of,
-    rebuild,
-    tensors_in,
-)
+from equipoise.tree import entries_of, items_of, leaves_of, map_leaves, rebuild, tensors_in
 from tests.support.nested import Checked, Frozen, Pair, Sample
 
 
@@ -53,6 +47,16 @@ def test_a_rebuilt_container_keeps_what_it_is() -> None:
     checked.note = "here"
     made = rebuild(checked, [None, "y"])
     assert (type(made), tuple(made), made.note) == (Checked, (None, "y"), "here")
+
+
+def test_leaves_are_mapped_in_place_of_others() -> None:
+    value = (1, [2, {"a": 3}], Pair(4, UserDict(b=5)), Sample(6, 7), Frozen(()))
+    mapped = map_leaves(lambda leaf: None if leaf is None else -leaf, value)
+    assert mapped == (-1, [-2, {"a": -3}], Pair(-4, UserDict(b=-5)), Sample(-6, -7), Frozen(()))
+    assert type(mapped[2]) is Pair
+    assert value[1] == [2, {"a": 3}]
+    assert map_leaves(abs, -1) == 1
+    assert map_leaves(str, Sample, items_of) == str(Sample)  # a class is no container
 
 
 # The containers of each rule: of batches, of stages, of operations.
