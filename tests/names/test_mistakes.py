@@ -58,6 +58,7 @@ MISTAKES = {
         "trainer().fit(Net(), loader, epochs=3)"
     ),
     "did you mean 'train_dataloaders'?": "trainer().fit(Net(), train_dataloader=loader)",
+    "Trainer.fit: multiple values for argument 'model'.": "trainer().fit(Net(), model=Net())",
     "DataParallelStrategy takes no devices: give them to the trainer, as in Trainer(devices=['cuda:0'],": (
         "equipoise.DataParallelStrategy(['cuda:0'])"
     ),

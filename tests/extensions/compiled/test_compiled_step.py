@@ -401,3 +401,18 @@ def test_a_program_that_differs_is_not_used(lowering: Lowering) -> None:
     lowering.around = disturb
     reason = "because a compiled one differs: the buffer net.1.running_mean"
     assert_stays_eager(iter(modules).__next__, reason)
+
+
+class OtherGradient(Network):
+    """Has the same loss as it is compiled, with another gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if torch.compiler.is_compiling():
+            result["loss"] = 2 * result["loss"] - result["loss"].detach()
+        return result
+
+
+@pytest.mark.usefixtures("lowering")
+def test_a_program_with_another_gradient_is_not_used() -> None:
+    assert_stays_eager(OtherGradient, "because a compiled one differs: the gradient of net.0.weight")

@@ -23,7 +23,7 @@ class Perceptron(L.LightningModule):
     """Two layers, with statistics of a batch, random numbers or tied weights as they are asked for.
 
     Args:
-        options: "norm", "dropout", "noise" or "tied".
+        options: "norm", "dropout", "noise", "chosen" or "tied".
     """
 
     backward_of: Any = "self.manual_backward"
@@ -33,6 +33,7 @@ class Perceptron(L.LightningModule):
         torch.manual_seed(0)
         self.automatic_optimization = not by_hand
         self.options = options
+        self.temperature = 0.5
         norm = nn.BatchNorm1d(4) if "norm" in options else nn.Identity()
         self.net = nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh(), nn.Dropout(0.3 * ("dropout" in options)))
         self.head = nn.Linear(4, 4)
@@ -43,6 +44,8 @@ class Perceptron(L.LightningModule):
         features, targets = batch
         if "noise" in self.options:
             features = features + torch.randn_like(features)
+        if "chosen" in self.options:
+            features = features + torch.multinomial(features.softmax(1), 1) / self.temperature
         return F.mse_loss(self.head(self.net(features)), targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -115,6 +118,7 @@ FSDP = {"strategy": "fsdp", "devices": 2}
     [
         (Perceptron("norm", "dropout", "noise"), ONE, ROUNDED),
         (Perceptron("norm", "dropout"), {"strategy": "dp", "devices": CPUS}, DRAWN),
+        (Perceptron("chosen", "dropout"), {"strategy": "dp", "devices": CPUS}, DRAWN),
         (Perceptron("norm"), {"strategy": "balanced", "devices": CPUS, "accumulate_grad_batches": 3}, DRAWN),
         (Perceptron(), {"strategy": PipelineStrategy(schedule="gpipe"), "devices": CPUS}, ROUNDED),
         (Perceptron("dropout"), ONE | {"step_in_backward": True}, ROUNDED),

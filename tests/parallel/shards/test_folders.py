@@ -212,7 +212,7 @@ def test_a_folder_that_lacks_a_file_is_refused(name: str, path: Path) -> None:
     refuses(lambda: load_checkpoint(path), name, error=CheckpointError)
 
 
-def test_no_code_of_a_sharded_checkpoint_is_run(tmp_path: Path) -> None:
+def test_no_code_of_a_sharded_checkpoint_is_run_unless_asked(tmp_path: Path) -> None:
     """Neither torch's index, which is a pickle, nor an object in the file beside the shards."""
     ran = tmp_path / "ran"
     foreign = tmp_path / "foreign"
@@ -223,3 +223,6 @@ def test_no_code_of_a_sharded_checkpoint_is_run(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="objects that were not created"):
         load_checkpoint(tmp_path / "a.ckpt")
     assert not ran.exists()
+    with pytest.warns(UserWarning, match="is run. Do so only with files that you trust"):
+        load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    assert ran.exists()

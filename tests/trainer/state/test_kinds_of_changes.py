@@ -268,9 +268,9 @@ def test_iterators_and_further_optimisers_are_named_unless_the_epoch_makes_them(
 
 def test_other_arguments_of_the_constructor_stay(tmp_path: Path) -> None:
     class Module(Small):
-        def __init__(self, alpha: float, options: dict[str, Any]) -> None:
+        def __init__(self, alpha: float, options: dict[str, Any], names: str) -> None:
             super().__init__()
-            self.alpha, self.options, self.best, self.names = alpha, options, float("nan"), {"a", "b"}
+            self.alpha, self.options, self.best, self.names = alpha, options, float("nan"), set(names)
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.alpha *= 0.5
@@ -278,22 +278,22 @@ def test_other_arguments_of_the_constructor_stay(tmp_path: Path) -> None:
             self.best = 1.0
             self.names.add("c")
 
-    fit(Module(1.0, {"rate": 1, "count": 0}), saves := SavesInHooks(tmp_path, ["on_train_batch_end"], [3]))
+    fit(Module(1.0, {"rate": 1, "count": 0}, "ab"), saves := SavesInHooks(tmp_path, ["on_train_batch_end"], [3]))
 
-    def again(alpha: float, **options: Any) -> Any:
-        return fit(Module(alpha, options), path=saves.saved[0].path)
+    def again(alpha: float, names: str, **options: Any) -> Any:
+        return fit(Module(alpha, options, names), path=saves.saved[0].path)
 
     # 1. What no hook had changed is the new one, without a warning.
-    module = again(1.0, rate=2, count=0, more=3)
+    module = again(1.0, "ba", rate=2, count=0, more=3)
     assert (module.alpha, module.best, module.names) == (2**-4, 1.0, {"a", "b", "c"})
     assert module.options == {"rate": 2, "count": 4, "more": 3}
     # 2. What hooks had changed is the new one, too, and a warning names it.
     with pytest.warns(
-        UserWarning, match=r"had changed these since: Module\.alpha, Module\.options\['count'\]\."
+        UserWarning, match=r"had changed these since: Module\.alpha, Module\.options\['count'\], Module\.names\."
     ) as warned:
-        module = again(3.0, rate=2, count=7)
+        module = again(3.0, "z", rate=2, count=7)
     assert len([each for each in warned if "constructed with" in str(each.message)]) == 1
-    assert (module.alpha, module.options) == (1.5, {"rate": 2, "count": 8})
+    assert (module.alpha, module.options, module.names) == (1.5, {"rate": 2, "count": 8}, {"z", "c"})
 
 
 def test_what_the_sanity_check_changes_comes_back(tmp_path: Path) -> None:
