@@ -10,17 +10,14 @@ from equipoise.extensions.report.curve_names import group_curves, split_name
     [
         ("train_loss", "loss", "train"),
         ("val_loss", "loss", "val"),
-        ("loss", "loss", ""),
         ("Val/Acc", "accuracy", "val"),
         ("validation.top-5", "top 5", "val"),
         ("training_loss_epoch", "loss", "train"),
         ("loss/val/dataloader_idx_1", "loss", "val 1"),
         ("lr-AdamW", "lr-AdamW", ""),
-        ("train", "train", "train"),
         ("val", "val", "val"),
         ("epoch", "epoch", ""),
         ("validity", "validity", ""),
-        ("_", "_", ""),
     ],
 )
 def test_a_name_says_what_and_where(name: str, family: str, where: str):

@@ -44,12 +44,6 @@ def test_a_value_at_the_same_step_replaces_the_earlier():
     assert curve.points() == {3: 2.0}
 
 
-def test_what_lies_beyond_a_step_is_dropped():
-    curve = filled({step: float(step) for step in range(10)})
-    curve.drop_from(4)
-    assert list(curve.points()) == [0, 1, 2, 3]
-
-
 def test_the_state_is_whole():
     curve = filled({step: math.sin(step) for step in range(5000)})
     other = StepCurve(curve.state_dict())

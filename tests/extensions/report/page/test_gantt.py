@@ -1,6 +1,5 @@
 """A step of a pipeline in a report: every box where and as long as it was, idle time told, any number of boxes."""
 
-import random
 from typing import Any
 
 from equipoise.extensions.common.timeline import Action, Span, Timeline
@@ -52,23 +51,6 @@ def test_the_caption_tells_what_was_idle_and_what_was_computed() -> None:
         assert part in caption(BOTH)
     assert "gradients" not in caption(BOTH)
     assert "backward" not in caption(step(span(0, 0, 0.0, 1.0), span(1, 0, 1.0, 2.0)))
-
-
-def test_a_random_step_keeps_its_order_and_stays_within() -> None:
-    print("seed:", seed := random.randrange(10**6))
-    draw = random.Random(seed)
-    stages, clock, spans = draw.randint(1, 9), [0.0] * 9, []
-    for _ in range(draw.randint(1, 300)):
-        stage = draw.randrange(stages)
-        begin = clock[stage] + draw.random()
-        clock[stage] = begin + draw.random() * draw.choice([1e-6, 1.0, 100.0])
-        spans.append(span(stage, draw.randrange(200), begin, clock[stage], backward=draw.random() < 0.5))
-    boxes = figure(step(*spans, stages=stages)).all("g", "bar")
-    assert len(boxes) == len(spans)
-    for box in boxes:
-        place = box.one("rect").attributes
-        assert float(place["x"][:-1]) >= 0
-        assert float(place["x"][:-1]) + float(place["width"][:-1]) <= 100.01
 
 
 def test_boxes_without_a_length_are_drawn() -> None:

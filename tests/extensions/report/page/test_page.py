@@ -12,7 +12,6 @@ import torch
 import equipoise
 from equipoise.extensions.common.timeline import Action, Span, Timeline
 from equipoise.extensions.report import render_report, write_report
-from equipoise.extensions.report.page import page as page_module
 from equipoise.extensions.report.page.record import PipelineStep, RunEvent
 from equipoise.extensions.report.page.sections import curves_section
 from equipoise.memory.devices import DeviceInfo
@@ -123,11 +122,6 @@ class TestPage:
         assert error.one("p", "cause").text == "E: one\n  two\nthree"
         assert error.all("pre")[0].text == "c(x)"
 
-    def test_a_message_alone_has_no_traceback_below_it(self):
-        error = sections(page(error="E: one\ntwo"))["What went wrong"]
-        assert error.one("p", "cause").text == "E: one\ntwo"
-        assert not error.all("details")
-
     def test_a_traceback_within_a_message_takes_no_time(self):
         frame = '  File "a", line 1, in ' + "x" * 20
         trace = "ValueError: " + (frame * 1000)
@@ -140,8 +134,9 @@ class TestPage:
         assert len(error) < 50_000
 
     def test_what_a_terminal_would_colour_is_plain(self):
-        error = sections(page(error="\x1b[31mred\x1b[0m \x00\ud800"))["What went wrong"].one("p", "cause").text
-        assert error == "red \ufffd\ufffd"
+        error = sections(page(error="\x1b[31mred\x1b[0m \x00\ud800\ntwo"))["What went wrong"]
+        assert error.one("p", "cause").text == "red \ufffd\ufffd\ntwo"
+        assert not error.all("details")  # a message alone has no traceback below it
 
     def test_only_our_own_script_and_style_may_run_and_nothing_is_fetched(self):
         check_closed(render_report(record(**rich())))
@@ -166,8 +161,7 @@ class TestPage:
         curves = {
             name: {"train": {1.0: math.nan}, "val": {1.0: math.inf}},
             "one": {"val": {1.0: 0.5}},
-            "flat": {"train": {1.0: 0.0, 2.0: 0.0}},
-            "loss": {"train": {1.0: 1e308, 2.0: -1e308, 3.0: 5e-324}, "val": {1.0: 1e-300, 2.0: 1e300}},
+            "loss": {"train": {1.0: 1e308, 2.0: -1e308, 3.0: 5e-324}},
             "none": {"val": {}},
         }
         document = page(
@@ -198,35 +192,18 @@ class TestFile:
             write_report(record(), tmp_path / "report.html")
         assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
-    def test_an_error_in_the_making_keeps_the_old_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        write_report(record(title="old"), tmp_path / "report.html")
-        monkeypatch.setattr(page_module, "render_report", lambda record: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            write_report(record(title="new"), tmp_path / "report.html")
-        assert "old" in (tmp_path / "report.html").read_text()
-
     @pytest.mark.slow
     def test_a_huge_run_stays_below_a_megabyte(self):
-        seed = random.randrange(2**32)
-        print("seed", seed)
-        draw = random.Random(seed)
         steps = range(4000)
         devices = [f"rank {rank} cuda:0" for rank in range(8)]
         memory = [point(step, device, phase) for step in steps for device in devices for phase in PHASES]
-        holders = [
-            holder(f"model.layers.{draw.randrange(300)}.part{draw.randrange(9)}", draw.randrange(2**30))
-            for _ in range(5000)
-        ]
-        curves = {
-            f"metric{n}": {where: {x / 7: draw.random() for x in steps} for where in ("train", "val")}
-            for n in range(40)
-        }
+        holders = [holder(f"model.layers.{n % 300}.part{n % 7}", n) for n in range(5000)]
         text = render_report(
             record(
                 memory=memory,
                 compositions=[composition(*holders, device=device) for device in devices],
-                curves=curves,
-                throughput=[(float(x), draw.random()) for x in range(100_000)],
+                curves={f"metric{n}": {"val": {x / 7: random.random() for x in steps}} for n in range(40)},
+                throughput=[(float(x), random.random()) for x in range(100_000)],
                 events=[RunEvent(seconds=float(x), step=x, kind="out of memory", text="x" * 300) for x in range(9000)],
                 configuration="key: value\n" * 100_000,
             )
@@ -245,9 +222,10 @@ class TestSections:
         document = page(origin={"run": "outputs/x", "overrides": "a=1", "command": command})
         assert [code.text for code in document.all("code", "copied")] == ["a=1", command][-shown:]
 
-    def test_a_long_word_of_the_configuration_is_divided_before_its_parts(self):
-        section = sections(page(configuration="a: lightning.pytorch.Trainer\nb: 0.5\nc: /tmp/x y.z"))["Configuration"]
-        assert section.one("pre").text == "a: lightning.pytorch.Trainer\nb: 0.5\nc: /tmp/x y.z\n"
+    def test_the_configuration_is_told_as_it_is_and_long_words_may_be_divided(self):
+        text = "a: lightning.pytorch.Trainer\nb: 0.5\n# <b>\nc: /tmp/x y.z\n"
+        section = sections(page(configuration=text))["Configuration"]
+        assert section.one("pre").text == text
         # Two in the class, one in the path, one in the file, none in the number.
         assert len(section.all("wbr")) == 4
 
@@ -357,7 +335,3 @@ class TestSections:
             ["cuda:0", "A GPU", "80.0 GiB", "1.0 GiB", "132", "9.0"],
         ]
         assert "Compute capability" not in sections(page(devices=[cpu]))["Devices"].text
-
-    def test_the_configuration_is_told_as_it_is(self):
-        text = "trainer:\n  max_epochs: 3\n  - x: <b>\n# a comment\nurl: s3://x"
-        assert sections(page(configuration=text))["Configuration"].one("pre").text == text + "\n"

@@ -4,8 +4,6 @@ import math
 import random
 import re
 
-import pytest
-
 from equipoise.extensions.report.page.treemap import Box, fold, squarify, tree_map
 from equipoise.memory.records import CATEGORIES, TensorRecord
 from tests.extensions.common.page.parsing import Element, parse
@@ -40,26 +38,6 @@ def random_holders(draw: random.Random, count: int) -> list[TensorRecord]:
 
 
 class TestSquarify:
-    @pytest.mark.parametrize("count", [1, 2, 150])
-    def test_cells_fill_the_box_in_proportion(self, count: int):
-        seed = random.randrange(2**32)
-        print("seed", seed)
-        draw = random.Random(seed)
-        sizes = sorted((10 ** draw.uniform(0, 6) for _ in range(count)), reverse=True)
-        box = Box(draw.uniform(-9, 9), draw.uniform(-9, 9), draw.uniform(1, 900), draw.uniform(1, 900))
-        cells = squarify(sizes, box)
-        area = box.width * box.height
-        for size, cell in zip(sizes, cells, strict=True):
-            assert cell.width * cell.height == pytest.approx(area * size / sum(sizes), rel=1e-6)
-            assert box.x - 1e-6 <= cell.x
-            assert cell.x + cell.width <= box.x + box.width + 1e-6
-            assert box.y - 1e-6 <= cell.y
-            assert cell.y + cell.height <= box.y + box.height + 1e-6
-        for index, cell in enumerate(cells):
-            for other in cells[:index]:
-                width, height = common(cell, other)
-                assert max(width, 0) * max(height, 0) <= 1e-6 * area / count
-
     def test_the_example_of_the_paper(self):
         """Bruls, Huizing and van Wijk, figure 4: areas 6, 6, 4, 3, 2, 2, 1 in a box of 6 by 4."""
         cells = squarify([6, 6, 4, 3, 2, 2, 1], Box(0, 0, 6, 4))
@@ -72,9 +50,6 @@ class TestSquarify:
             (1.2, 1.67),
             (0.6, 1.67),
         ]
-
-    def test_equal_sizes_are_squares(self):
-        assert {(cell.width, cell.height) for cell in squarify([1.0] * 16, Box(0, 0, 8, 8))} == {(2.0, 2.0)}
 
     def test_no_sizes_have_no_cells_and_no_room_empty_ones(self):
         assert squarify([], Box(0, 0, 1, 1)) == []
@@ -110,10 +85,6 @@ class TestFold:
         holders = [holder(f"layers.{n // 40}.part{n % 40}", 100) for n in range(400)]
         assert {(each.module, each.name) for each in fold(holders)} == {(f"layers.{n}", "40 others") for n in range(10)}
 
-    def test_a_thousand_modules_beside_one_another_become_one(self):
-        (only,) = fold([holder(f"m{n}", 7) for n in range(1000)])
-        assert (only.module, only.name, only.nbytes) == ("", "1,000 others", 7000)
-
 
 class TestPicture:
     def test_cells_lie_within_their_modules_and_beside_one_another(self):
@@ -123,6 +94,9 @@ class TestPicture:
         cells = [box_of(cell) for cell in picture.all("svg", "cell")]
         assert len(cells) == 150
         for index, cell in enumerate(cells):
+            assert min(cell) >= 0
+            assert cell.x + cell.width <= 1080.03
+            assert cell.y + cell.height <= 520.03
             for other in cells[:index]:
                 assert min(common(cell, other)) <= 0.03  # places are rounded
 
@@ -144,6 +118,3 @@ class TestPicture:
         holders = [holder(f"net.body.{index}.{part}", 100) for index in range(2) for part in "ab"]
         groups = draw_tree([*holders, holder("net.head", 100)]).all("svg", "group")
         assert {group.one("title").text.split("\n")[0] for group in groups} >= {"net.body", "net.head", "net.body.0"}
-
-    def test_no_memory_has_no_cells(self):
-        assert draw_tree([]).all("svg", "cell") == []
