@@ -94,40 +94,13 @@ class Transformer(nn.Module):
         return self.head(self.encoder(self.embedding(words)))
 
 
-class Unet(nn.Module):
-    """Two resolutions and a skip connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.deep = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(16, 8, 2, 2))
-        self.up = nn.Conv2d(16, 2, 3, padding=1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        high = self.down(images)
-        return self.up(torch.cat([high, self.deep(high)], 1))
-
-
-class LowRank(nn.Module):
-    """A frozen layer with a trained correction of low rank, and a part that no step uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(64, 64).requires_grad_(False)
-        self.first = nn.Linear(64, 4, bias=False)
-        self.second = nn.Linear(4, 64, bias=False)
-        self.unused = nn.Linear(64, 64)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.frozen(values) + self.second(functional.gelu(self.first(values)))
-
-
 class Pairs(nn.Module):
-    """A loss over all pairs of samples, whose memory grows with the square of the batch."""
+    """A loss over all pairs of samples, whose memory grows with the square of the batch; no step uses one part."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(30, 16)
+        self.unused = nn.Linear(30, 16)
 
     def forward(self, values: Tensor) -> Tensor:
         features = functional.normalize(self.layer(values), dim=1)
@@ -168,10 +141,6 @@ def _values() -> Tensor:
     return torch.rand(4, 30)
 
 
-def _wide_values() -> Tensor:
-    return torch.rand(4, 64)
-
-
 def _words() -> Tensor:
     return torch.randint(0, 200, (4, 12))
 
@@ -181,8 +150,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "perceptron": (perceptron, _values),
     "convolutions": (convolutions, _images),
     "transformer": (Transformer, _words),
-    "unet": (Unet, _images),
-    "low rank": (LowRank, _wide_values),
+    "adapted": (Adapted, lambda: torch.rand(4, WIDTH)),
     "pairs": (Pairs, _values),
 }
 

@@ -1,6 +1,6 @@
 """Sharded weights that come and go in a step, by arithmetic on a step of two layers."""
 
-from equipoise.extensions.common.device_loads import WHOLE_STEP, DeviceLoad, GatheredUnit
+from equipoise.extensions.common.device_loads import DeviceLoad, GatheredUnit
 from equipoise.extensions.planning.peaks.device_peak import device_peak
 from equipoise.extensions.planning.peaks.recorded_step import Holder, PhaseStart, RecordedStep
 
@@ -40,8 +40,3 @@ def test_the_peak_of_two_units_that_are_gathered_in_turn() -> None:
     assert peak.phases["optimizer step"] == round(shards + WEIGHT + 0.5)
     assert peak.nbytes == max(peak.phases.values())
     assert peak.parts["copy"] >= 2 * WEIGHT
-
-
-def test_one_process_needs_nothing_beside_the_step() -> None:
-    alone = device_peak(STEP, WHOLE_STEP, 1, 1)
-    assert device_peak(STEP, DeviceLoad(units=[GatheredUnit("", 0, 0)]), 1, 1) == alone

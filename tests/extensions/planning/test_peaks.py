@@ -27,15 +27,6 @@ def step(size: int, *nbytes: int, repeated: int = 1) -> RecordedStep:
     )
 
 
-def test_a_peak_has_phases_and_parts() -> None:
-    recorded = step(10, 120, 44)
-    peak = device_peak(recorded, WHOLE_STEP, 1, 1)
-    assert peak.phases == {"forward": 100 + 120 + 44, "backward": 100 + 120 + 44, "optimizer step": 100}
-    assert peak.phase == "forward"
-    assert peak.parts == {"activation": 164, "parameter": 100}
-    assert recorded.totals() == {"parameter": 100}
-
-
 def test_loads_change_what_a_device_has() -> None:
     load = DeviceLoad(
         samples=lambda size: size // 2,
@@ -118,7 +109,7 @@ def test_traces_of_a_loop_over_the_samples_have_a_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "start", "expected"), pairwise([0, 1, 2, 31, 32, 33, 1000, 2**24], [1, 32], [0, 0.5, 1, 10**9])
+    ("largest", "start", "expected"), pairwise([0, 1, 31, 32, 33, 2**24], [1, 32], [0, 0.5, 1, 10**9])
 )
 def test_the_search_finds_the_largest(largest: int, start: int, expected: float) -> None:
     tried: list[int] = []
@@ -138,9 +129,3 @@ def test_sizes_at_which_a_step_fails_do_not_fit() -> None:
         return True
 
     assert largest_size(fits, fits, 1) == 64
-
-
-def test_memory_that_does_not_grow_fits_any_batch() -> None:
-    prediction, sizes = traced(lambda size: step(size, 7))
-    assert prediction.largest_batch(107) == 2**24
-    assert sizes == [16, 2**24]

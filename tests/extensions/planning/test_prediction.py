@@ -93,6 +93,7 @@ def test_a_step_that_cannot_be_traced_is_measured() -> None:
     prediction = predict_memory(module, torch.rand(8, 6))
     assert prediction.method == "measured"
     assert f"{Path(__file__).name}:" in prediction.notes[0]
+    assert prediction.notes[0].endswith("so real steps were run.")
     with pytest.raises(ConfigurationError, match=r"cannot be traced: test_prediction.py:\d+"):
         predict_memory(module, torch.rand(8, 6), measure=False)
 
@@ -107,10 +108,6 @@ def test_wrong_arguments_are_refused() -> None:
     assert equipoise.predict_memory is predict_memory
 
 
-def device(nbytes: int) -> PlannedDevice:
-    return PlannedDevice(name="cpu", kind="cpu", memory=nbytes)
-
-
 @pytest.mark.slow
 def test_strategies_are_recommended_by_what_fits() -> None:
     module = module_of("transformer")
@@ -119,17 +116,17 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     prediction = trace_step(lambda: module_of("transformer"), example, settings)
     strategies = [SingleDeviceStrategy(), DataParallelStrategy(), DDPStrategy()]
 
+    def devices_of(nbytes: int) -> list[PlannedDevice]:
+        return [PlannedDevice(name="cpu", kind="cpu", memory=nbytes)] * 2
+
     # 1. All have room.
-    devices = [device(2**30)] * 2
-    plans = plan_strategies(prediction, module, strategies, devices)
-    assert [plan.fits for plan in plans] == [True] * 3
-    advice = recommend(plans, devices, 4)
-    assert advice.strategy == "ddp"
-    assert advice.overrides == ["strategy=ddp"]
+    devices = devices_of(2**30)
+    advice = recommend(plan_strategies(prediction, module, strategies, devices), devices, 4)
+    assert (advice.strategy, advice.overrides) == ("ddp", ["strategy=ddp"])
 
     # 2. A batch that fits in halves alone.
     recorded = recorded_really(module_of("transformer"), example, 16, settings)
-    devices = [device(peak_of(recorded) + 200_000)] * 2
+    devices = devices_of(peak_of(recorded) + 200_000)
     plans = plan_strategies(prediction, module, strategies, devices, 30)
     assert [plan.fits for plan in plans] == [False, True, False]
     assert recommend(plans, devices, 30).strategy == "dp"
@@ -151,6 +148,6 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     assert recommend(longer, devices, 80, (), 3).overrides[-1] == f"trainer.accumulate_grad_batches={3 * batches}"
 
     # 4. Nothing fits.
-    devices = [device(1000)]
-    plans = plan_strategies(prediction, module, strategies[:1], devices)
+    devices = devices_of(1000)
+    plans = plan_strategies(prediction, module, strategies, devices)
     assert recommend(plans, devices, 4).reason == "no strategy fits, not even with one sample"

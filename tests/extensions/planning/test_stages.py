@@ -1,6 +1,5 @@
 """The stages of a pipeline, cut out of a recorded step."""
 
-import random
 from collections.abc import Mapping
 from functools import cache
 
@@ -57,14 +56,10 @@ def test_each_device_has_its_layers() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_stage_holds_the_micro_batches_in_flight(schedule: str) -> None:
     """A stage in the middle holds the outputs of its layers for each micro-batch in flight."""
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    micro_batches = random.Random(seed).randrange(4, 9)
-    samples = random.Random(seed).randrange(100, 200)
-    strategy = PipelineStrategy(schedule=schedule, micro_batches=micro_batches, cut_before=["net.1", "net.3"])
-    (plan,) = plan_strategies(prediction(), layers(), [strategy], [DEVICE] * 3, micro_batches * samples)
-    output = samples * WIDTH * 4
-    in_flight = {"1f1b": 2, "gpipe": micro_batches}[schedule]
+    strategy = PipelineStrategy(schedule=schedule, micro_batches=5, cut_before=["net.1", "net.3"])
+    (plan,) = plan_strategies(prediction(), layers(), [strategy], [DEVICE] * 3, 5 * 130)
+    output = 130 * WIDTH * 4
+    in_flight = {"1f1b": 2, "gpipe": 5}[schedule]
     # Two layers, the outputs of which the next one saves. With 1f1b a backward comes before the last forward, so a
     # gradient is on its way to the stage before.
     activations = in_flight * 2 * output
@@ -95,11 +90,6 @@ def test_several_stages_on_each_device() -> None:
     for schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"):
         first, second = peaks(PipelineStrategy(schedule=schedule, micro_batches=4), 2, 16)
         assert first["parameter"] == second["parameter"] == 2 * PARAMETERS
-
-
-def test_stages_without_names_have_equal_bytes() -> None:
-    devices = peaks(PipelineStrategy(), 3, 8, count=6)
-    assert [parts["parameter"] for parts in devices] == [2 * PARAMETERS] * 3
 
 
 def test_networks_that_cannot_be_cut_are_refused() -> None:

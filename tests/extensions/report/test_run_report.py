@@ -268,6 +268,12 @@ class TestBroken:
             def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
                 frames.append([frame.filename for frame in traceback.extract_tb(exception.__traceback__)])
 
+        frames: list[list[str]] = []
+        with pytest.raises(ValueError, match="stop"):
+            fit(equipoise.Trainer, failing(ValueError), loader(3), callbacks=[Names(), RunReport(), Names()])
+        before, after = frames
+        assert before == after != []
+
     @BOTH
     @pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt, ""), (SIGTERMException, "SIGTERM ended it.")])
     def test_an_interruption_is_no_failure(self, cls: type, error: type[BaseException], told: str):

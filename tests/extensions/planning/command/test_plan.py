@@ -105,13 +105,15 @@ def test_the_table_of_a_plan(net: Path, equipoise: Any) -> None:
     assert "RTX4090" in out
     assert "Take single_device: it is the simplest strategy on one device" in out
     assert "pipeline: not predicted: a pipeline needs two devices or more, not 1." in out
+    # One device has one row besides that of the configured strategy.
+    assert "ddp" not in out
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
-@pytest.mark.parametrize("options", [(), ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2")])
-def test_the_planned_peak_is_the_measured_one(net: Path, equipoise: Any, options: tuple[str, ...]) -> None:
+def test_the_planned_peak_is_the_measured_one(net: Path, equipoise: Any) -> None:
     """Beside the measurement of `equipoise compare`."""
+    options = ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2")
     arguments = ("--json", "trainer.devices=[cpu]", *options)
     planned, measured = equipoise("plan", *arguments), equipoise("compare", "--steps=1", *arguments)
     (device,) = json.loads(planned[1])["strategies"][0]["devices"]
@@ -136,15 +138,6 @@ def test_divided_sequences_need_half_of_the_activations(net: Path, equipoise: An
     assert [whole["batches"], divided["batches"]] == [2, 1]
     # The second dimension of this batch is none of positions.
     assert "module.py" in planned("strategy.context=2")["reason"]
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("without_processes")
-def test_one_device_has_one_row_besides_that_of_the_configured_strategy(net: Path, equipoise: Any) -> None:
-    for arguments, expected in (((), ["single_device"]), (("strategy=ddp",), ["ddp", "single_device"])):
-        code, out, err = equipoise("plan", "--json", "trainer.devices=24GiB", *arguments)
-        assert code == 0, err
-        assert sorted(plan["strategy"] for plan in json.loads(out)["strategies"]) == expected
 
 
 @pytest.mark.thorough
@@ -180,30 +173,17 @@ def test_frozen_weights_in_four_bits_help_if_nothing_fits(net: Path, equipoise: 
     code, out, err = equipoise("plan", "--json", *arguments)
     assert code == 0, err
     plan = json.loads(out)
-    assert not any(entry["fits"] for entry in plan["strategies"])
-    fitting = []
-    for alternative in plan["alternatives"]:
-        if any(entry["fits"] for entry in alternative["strategies"]):
-            fitting.append(alternative["overrides"])
+
+    def fits(planned: dict[str, Any]) -> bool:
+        return any(entry["fits"] for entry in planned["strategies"])
+
+    assert not fits(plan)
+    fitting = [alternative["overrides"] for alternative in plan["alternatives"] if fits(alternative)]
     assert fitting[0] == ["callbacks=[step_times,run_summary,run_report,memory_logger,quantization]"]
     # The overrides are those of a run.
     code, out, err = equipoise("plan", "--json", *arguments, *fitting[0])
     assert code == 0, err
-    assert any(entry["fits"] for entry in json.loads(out)["strategies"])
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("without_processes")
-def test_a_step_that_cannot_be_traced_is_measured(net: Path, equipoise: Any) -> None:
-    code, out, err = equipoise("plan", "--json", "module.reads=true", "trainer.devices=24GiB")
-    assert code == 0, err
-    plan = json.loads(out)
-    assert plan["method"] == "measured"
-    assert plan["notes"][0].startswith("module.py:")
-    assert plan["notes"][0].endswith("so real steps were run.")
-    traced = json.loads(equipoise("plan", "--json", "trainer.devices=24GiB")[1])
-    peaks = [result["strategies"][0]["devices"][0]["peak"]["nbytes"] for result in (plan, traced)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.001)
+    assert fits(json.loads(out))
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -238,13 +218,3 @@ def test_arguments_that_are_refused(net: Path, equipoise: Any, arguments: list[s
     assert message in err
     assert out == ""
     assert sorted(path.name for path in net.iterdir()) == ["conf", "net"]
-
-
-@pytest.mark.slow
-def test_a_plan_of_64_gigabytes_is_made_without_memory(net: Path, equipoise: Any) -> None:
-    code, out, err = equipoise("plan", "--json", "trainer.devices=2x24GiB", "module.width=65536")
-    assert code == 0, err
-    plan = json.loads(out)
-    # Four layers of 16 GiB each.
-    assert not plan["strategies"][0]["fits"]
-    assert plan["recommendation"]["strategy"] is None
