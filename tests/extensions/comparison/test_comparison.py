@@ -17,7 +17,6 @@ from equipoise.extensions.comparison import command as command_module
 from equipoise.extensions.comparison.measuring.candidates import CANDIDATES, chosen_candidates
 from equipoise.extensions.comparison.measuring.largest import largest_that_runs
 from equipoise.extensions.comparison.measuring.order import read_as_processes
-from equipoise.extensions.comparison.measuring.predicted_peaks import predict_peaks
 from equipoise.extensions.comparison.measuring.trial import measure
 from equipoise.parallel.batches.sampling import seed_of_order
 from equipoise.strategies.distributed.loaders import share_loader
@@ -34,7 +33,6 @@ pytestmark = [
 # A model in the shape of BERT: its scores take more memory than its weights.
 ROOT = Path(__file__).parents[3]
 MASKED_WORDS = ROOT / "benchmarks" / "comparison" / "conf"
-DIGITS = ROOT / "examples" / "digits" / "conf"
 SMALL_WORDS = (
     *("module.vocabulary=1000", "data.vocabulary=1000", "module.length=16", "data.length=16"),
     *("module.width=16", "data.samples=64", "module.layers=1"),
@@ -164,19 +162,6 @@ def test_the_imbalance_of_gathered_scores(compared: Any) -> None:
     assert "predicted_peaks" not in forward
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_processes")
-def test_variants_of_dp_on_digits(compared: Any) -> None:
-    """Ten scores of an image are few bytes, which are gone when most memory is in use: a convolution's backward."""
-    one, forward, step = compared("single_device,dp", "--config-dir", str(DIGITS), "module.dropout=0")["rows"]
-    for first, second in zip(forward["peaks"].values(), step["peaks"].values(), strict=True):
-        assert first == pytest.approx(second, abs=64 * 10 * 4)
-    for row in (forward, step):
-        assert row["imbalance"] < 1.1
-        assert row["distance"] < 1e-2
-        assert row["peaks"]["cpu (0)"] < 0.6 * one["peaks"]["cpu"]
-
-
 @pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
 def test_stages_keep_what_is_theirs(compared: Any) -> None:
@@ -259,23 +244,6 @@ def test_options_of_the_configured_strategy_are_kept(compared: Any) -> None:
     assert row["overrides"] == ["strategy=balanced", "strategy.shares=[1,7]"]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_processes")
-def test_another_output_device_holds_the_scores(compared: Any) -> None:
-    """The scores move; the weights, their gradients and the optimiser's state stay on the first device."""
-    choice = ("--config-dir", str(MASKED_WORDS), "strategy=dp", "strategy.parallelize=forward", *SMALL_WORDS)
-    peaks = []
-    for number in (0, 1):
-        (row,) = compared("dp forward", *choice, f"strategy.output_device={number}")["rows"]
-        peaks.append(list(row["peaks"].values()))
-    (first, second), (first_of_moved, second_of_moved) = peaks
-    # Two copies of the scores: the gathered ones, and their gradient.
-    assert first - first_of_moved > 2 * SCORES
-    assert second_of_moved - second > 2 * SCORES
-    # Without scores the first device holds more than the second: AdamW has two values for each weight.
-    assert first_of_moved > second
-
-
 # Wrong input, failures and interrupts.
 
 
@@ -332,24 +300,6 @@ def test_one_device_is_told_what_is_missing(little: Path, equipoise: Any) -> Non
     assert "name several, such as trainer.devices=[cpu,cpu]" in json.loads(out)["rows"][1]["reason"]
 
 
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done(little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(bench: Bench, function: Any, *arguments: Any) -> dict[str, Any]:
-        if function is predict_peaks:
-            return {}
-        if arguments[0].candidate.name == "single_device":
-            return {"peaks": {"cpu": 5}, "seconds": 1.0, "samples_per_second": 8.0}
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Bench, "run", interrupted)
-    code, out, _ = equipoise("compare", "--json", "--output=here", DEVICES)
-    assert code == 130
-    rows = json.loads(out)["rows"]
-    assert rows[0]["peaks"] == {"cpu": 5}
-    assert {row["reason"] for row in rows[1:]} == {"the comparison was interrupted"}
-    assert "interrupted" in parse((little / "here" / "compare.html").read_text()).one("h1").text
-
-
 @pytest.mark.usefixtures("without_processes")
 def test_an_interrupted_search_keeps_what_is_measured(
     little: Path, equipoise: Any, monkeypatch: pytest.MonkeyPatch
@@ -369,6 +319,7 @@ def test_an_interrupted_search_keeps_what_is_measured(
     assert result["outcome"] == "interrupted"
     one, step = result["rows"]
     assert (one["state"], step["state"]) == ("done", "not run")
+    assert step["reason"] == "the comparison was interrupted"
     assert one["samples_per_second"] > 0
     assert one["largest_batch"] is None
 
@@ -479,9 +430,7 @@ def test_other_loaders_keep_their_order() -> None:
     read_as_processes(object())
 
 
-@pytest.mark.parametrize(
-    ("limit", "multiple", "start"), pairwise([0, 1, 7, 8, 31, 33, 100, 999, 2000], [1, 2, 3], [6, 30])
-)
+@pytest.mark.parametrize(("limit", "multiple", "start"), pairwise([0, 1, 7, 31, 33, 999, 2000], [1, 2, 3], [6, 30]))
 def test_the_search_finds_the_limit(limit: int, multiple: int, start: int) -> None:
     tried = []
 

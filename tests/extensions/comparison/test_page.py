@@ -1,5 +1,7 @@
 """The page of a comparison: bars as long as their values, and text that stays text."""
 
+from itertools import pairwise
+
 import pytest
 
 from equipoise.extensions.comparison.results.bars import Bar, bar_chart
@@ -30,16 +32,10 @@ def test_bars_are_in_proportion() -> None:
     assert 6 * len("single_device") <= float(name.attributes["x"]) < float(names.attributes["width"])
     assert [entry.text for entry in figure.all("li")] == ["first", "second"]
     # No bar lies on another.
-    tops = [float(rect.attributes["y"]) for rect in figure.all("rect")]
-    heights = [float(rect.attributes["height"]) for rect in figure.all("rect")]
-    for top, height, next_top in zip(tops, heights, tops[1:], strict=False):
+    places = [(float(rect.attributes["y"]), float(rect.attributes["height"])) for rect in figure.all("rect")]
+    bottom = float(figure.one("svg", "bars").attributes["height"])
+    for (top, height), (next_top, _) in pairwise([*places, (bottom, 0)]):
         assert top + height <= next_top
-    assert tops[-1] + heights[-1] <= float(figure.one("svg", "bars").attributes["height"])
-
-
-def test_a_chart_without_bars() -> None:
-    figure = parse(bar_chart("Rate", {}, "number"))
-    assert lengths(figure) == []
 
 
 def test_the_page_has_a_row_for_each_strategy_and_text_stays_text() -> None:
@@ -71,16 +67,10 @@ def test_the_page_has_a_row_for_each_strategy_and_text_stays_text() -> None:
 
 @pytest.mark.parametrize(("devices", "heads"), [(1, ["peak"]), (5, ["highest peak"])])
 def test_peaks_of_one_device_and_of_many_have_a_column(devices: int, heads: list[str]) -> None:
+    peaks = {f"cpu ({number})": 1 + number for number in range(devices)}
     row = Row("dp", ["strategy=dp"])
-    row.note(
-        {
-            "peaks": {f"cpu ({number})": 1 + number for number in range(devices)},
-            "seconds": 1.0,
-            "samples_per_second": 8.0,
-        }
-    )
-    names = [*row.peaks]
-    page = parse(comparison_page(Comparison("Net", names, 8, 5, rows=[row, Row("ddp", reason="no")]), None, {}))
+    row.note({"peaks": peaks, "seconds": 1.0, "samples_per_second": 8.0})
+    page = parse(comparison_page(Comparison("Net", [*peaks], 8, 5, rows=[row, Row("ddp", reason="no")]), None, {}))
     assert [head.text for head in page.all("th") if "peak" in head.text] == heads
     assert [cell.text for cell in page.all("td")][2] == f"{devices} B"
 

@@ -47,15 +47,6 @@ def test_nothing_to_recommend() -> None:
     assert recommend(Comparison("Net", ["cpu"], 8, 5, rows=[Row("a", reason="no")])) is None
 
 
-def test_figures_of_a_row() -> None:
-    row = Row("a")
-    assert (row.fullest, row.imbalance) == (None, None)
-    row.peaks = {"cpu": 7}
-    assert (row.fullest, row.imbalance) == (7, None)
-    row.peaks = {"cpu (0)": 30, "cpu (1)": 10}
-    assert (row.fullest, row.imbalance) == (30, 1.5)
-
-
 def test_only_columns_of_the_table_are_explained() -> None:
     one = comparison(a=(100, 10), b=(50, 10))
     for row in one.rows:
@@ -64,6 +55,7 @@ def test_only_columns_of_the_table_are_explained() -> None:
     assert meaning_of_columns(one) == []
     one.rows[1].peaks = {"cpu (0)": 30, "cpu (1)": 10}
     one.rows[1].distance = 0.0
+    assert (one.rows[0].imbalance, one.rows[1].imbalance, one.rows[1].fullest) == (None, 1.5, 30)
     assert list(row_texts(one.rows[0], one)) == ["samples/s", "peak by device", "imbalance", "distance"]
     (sentence,) = meaning_of_columns(one)
     assert sentence.startswith("imbalance: ")

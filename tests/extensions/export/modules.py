@@ -1,72 +1,45 @@
-"""Random modules: nested, tied, with buffers, of many dtypes and shapes; and what their weights are compared by."""
+"""A module with tensors of every kind, and what weights are compared by."""
 
-import random
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.support.equality import assert_equal
 
-__all__ = ["assert_same", "random_module"]
+__all__ = ["assert_same", "module_of_all_kinds"]
 
-_PARAMETERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_OTHERS = (torch.complex64, torch.float8_e4m3fn, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)
-_BUFFERS = (*_PARAMETERS, *_OTHERS)
-
-
-class Node(nn.Module):
-    """A module without a forward."""
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn),
+    *(torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool),
+)
 
 
-def random_module(seed: int) -> nn.Module:
-    """Return a module; the same for the same seed."""
-    choose = random.Random(seed)
+def module_of_all_kinds(seed: int = 0) -> nn.Module:
+    """Return nested modules with buffers of each dtype in each layout, views of one storage and tied tensors."""
     generator = torch.Generator().manual_seed(seed)
-    root = Node()
-    nodes: list[nn.Module] = [root]
-    for number in range(choose.randint(1, 6)):
-        node = Node()
-        choose.choice(nodes).add_module(choose.choice(["a", "layers_0", "ü"]) + str(number), node)
-        nodes.append(node)
+    root = nn.ModuleDict({"a": nn.Module(), "ü": nn.Module()})
+    for dtype in _DTYPES:
+        values = (10 * torch.randn(3, 4, generator=generator)).to(dtype)
+        layouts = {
+            "plain": values,
+            "transposed": values.clone().T,
+            "strided": values.clone()[::2],
+            "expanded": values[0].clone().expand(2, 4),
+            "scalar": values[0, 0].clone(),
+            "empty": values[:0].clone(),
+        }
+        if dtype.is_complex:
+            layouts["conjugated"] = values.clone().conj()
+        for layout, value in layouts.items():
+            root["a"].register_buffer(f"{layout}_{dtype}".replace("torch.", ""), value)
     flat = torch.randn(64, generator=generator)
-    parameters: list[nn.Parameter] = []
-    buffers: list[Tensor] = []
-    for number in range(choose.randint(3, 12)):
-        node = choose.choice(nodes)
-        name = f"{choose.choice(['w', 'weight', 'format'])}{number}"
-        kind = choose.choice(["new", "new", "tied", "view", "buffer", "shared"])
-        if kind == "tied" and parameters:
-            node.register_parameter(name, choose.choice(parameters))
-        elif kind == "shared" and buffers:
-            node.register_buffer(name, choose.choice(buffers))
-        elif kind == "view":
-            begin = choose.randint(0, 50)
-            node.register_buffer(name, flat[begin : begin + choose.randint(0, 14)])
-        elif kind == "buffer":
-            buffers.append(_tensor(choose, generator, _BUFFERS))
-            node.register_buffer(name, buffers[-1])
-        else:
-            parameters.append(nn.Parameter(_tensor(choose, generator, _PARAMETERS)))
-            node.register_parameter(name, parameters[-1])
+    root["a"].register_buffer("view", flat[3:17])
+    root["a"].register_buffer("format", flat[10:20])
+    root["a"].weight = nn.Parameter(torch.randn(5, generator=generator))
+    root["ü"].tied = root["a"].weight
+    root["ü"].register_buffer("shared", root["a"].plain_int64)
     return root
-
-
-def _tensor(choose: random.Random, generator: torch.Generator, dtypes: Any) -> Tensor:
-    """Return a tensor of 0 to 3 dimensions, of which one may be empty, and perhaps not contiguous."""
-    shape = [choose.randint(0, 5) for _ in range(choose.randint(0, 3))]
-    tensor = (10 * torch.randn(shape, generator=generator)).to(choose.choice(dtypes))
-    form = choose.choice(["plain", "transposed", "strided", "expanded", "conjugated"])
-    if form == "transposed" and tensor.ndim > 1:
-        return tensor.transpose(0, -1)
-    if form == "strided" and tensor.ndim:
-        return tensor[::2]
-    if form == "expanded":
-        return tensor.expand(2, *tensor.shape)
-    if form == "conjugated" and tensor.is_complex():
-        return tensor.conj()
-    return tensor
 
 
 def assert_same(read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

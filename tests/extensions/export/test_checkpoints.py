@@ -42,8 +42,7 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.folder / "x.safetensors")
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
-@pytest.mark.parametrize("cls", [L.Trainer, None], ids=["Lightning", "ours"])
+@pytest.mark.parametrize(("cls", "weights_only"), [(L.Trainer, False), (None, True)], ids=["Lightning", "ours"])
 def test_a_checkpoint_of_either_trainer_is_exported(cls: Any, weights_only: bool, tmp_path: Path) -> None:
     module = Small()
     options = {} if cls is None else {"cls": cls}
@@ -91,13 +90,12 @@ def test_checkpoints_in_shards_of_fsdp_are_exported(kind: type[Net], tmp_path: P
     assert not torch.equal(alone.first.weight, module.first.weight)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_folder_in_shards_is_exported(ranks: int, tmp_path: Path) -> None:
+def test_a_folder_in_shards_is_exported(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 3, 2), "b": torch.arange(5).bfloat16(), "empty": torch.ones(0, 2)}
     named = {name: make_placeholder(value, name) for name, value in tensors.items()}
     state = {"tied": named["a"], **named, "whole": torch.ones(3)}
     folder = tmp_path / "x.ckpt"
-    save(folder, tensors, {"state_dict": state}, count=ranks)
+    save(folder, tensors, {"state_dict": state}, count=3)
     read = exported(folder)
     assert_same(read, {"tied": tensors["a"], **tensors, "whole": torch.ones(3)})
     assert read["tied"] is read["a"]
@@ -204,7 +202,4 @@ def test_sources_and_arguments_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.ckpt").write_text("no zip")
     refuses(lambda: export_weights(tmp_path / "text.ckpt", out), "no zip archive", error=CheckpointError)
     refuses(lambda: export_weights(3, out), "tensors by name", error=CheckpointError)  # type: ignore[arg-type]
-    wrong: dict[str, Any] = {"dtype": "half", "max_shard_size": "5 m"}
-    for name, value in wrong.items():
-        refuses(partial(export_weights, Small(), out, **{name: value}), name, repr(value))
     assert not out.exists()

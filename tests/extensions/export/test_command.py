@@ -76,8 +76,3 @@ def test_arguments_that_are_refused(
     assert export(*arguments) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
-
-
-def test_the_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "--help"]) == 0
-    assert "equipoise export CKPT OUT [flags]" in capsys.readouterr().out

@@ -75,11 +75,9 @@ def command(*arguments: Any) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("files", [1, 2])
-def test_a_model_of_transformers(files: int, tmp_path: Path) -> None:
+def test_a_model_of_transformers(tmp_path: Path) -> None:
     module = trained(tmp_path)
-    sizes = {1: "5GB", 2: 12_000}
-    export_weights(module.model, tmp_path / "model", max_shard_size=sizes[files])
+    export_weights(module.model, tmp_path / "model", max_shard_size=12_000)
     # The command makes the module from its class.
     name = f"{Language.__module__}.Language"
     assert command(tmp_path / "x.ckpt", tmp_path / "by_command", f"--module={name}") == 0
@@ -89,7 +87,7 @@ def test_a_model_of_transformers(files: int, tmp_path: Path) -> None:
         assert torch.equal(outputs(loaded), outputs(module.model))
         body = transformers.AutoModel.from_pretrained(tmp_path / folder)
         assert torch.equal(body(TOKENS).last_hidden_state, module.model.model(TOKENS).last_hidden_state)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) >= files
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) >= 2
 
 
 def test_weights_alone_beside_a_configuration(tmp_path: Path) -> None:
@@ -162,9 +160,6 @@ def test_an_export_of_several_adapters_is_replaced(tmp_path: Path) -> None:
     assert loaded.peft_config["default"].r == 3
     (out / "second" / "notes.txt").write_text("of the user")
     refuses(lambda: export_weights(model, out, overwrite=True), "'notes.txt'")
-    (out / "second" / "notes.txt").unlink()
-    (out / "more").mkdir()
-    refuses(lambda: export_weights(model, out, overwrite=True), "'more'")
 
 
 def test_a_model_goes_to_a_local_folder() -> None:

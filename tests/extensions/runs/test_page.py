@@ -188,9 +188,7 @@ def test_the_end_of_a_long_name_stays():
     runs = [run(number, f"{'long-' * 9}{name}/seed-{number % 2}") for number, name in enumerate("aabb")]
     names = page(*runs).one("table", "runs").all("span", "run-name")
     assert [name.all("span")[-1].text for name in names] == ["/seed-0", "/seed-1", "/seed-0", "/seed-1"]
-    (shown, *_) = shown_runs(runs)
-    assert shown.name_of(25) == "long-long-long-lo…/seed-0"
-    assert [each.name_of(9) for each in shown_runs([run(1, "x"), run(2, "y/" + 20 * "z")])] == ["x", "zzzzzzzz…"]
+    assert shown_runs(runs)[0].name_of(25) == "long-long-long-lo…/seed-0"
 
 
 def test_the_best_job_of_a_sweep_is_named_with_its_overrides():
@@ -268,12 +266,13 @@ def test_200_runs_stay_below_two_megabytes():
     steps = sorted(draw.sample(range(10_000_000), 254))
     runs = []
     for number in range(1000):
-        curves = {f"val_{name}": {float(step): draw.random() for step in steps} for name in "abcdefgh"}
-        keys = {f"module.{'long' * 20}{key}": f"{draw.random()}" * 20 for key in range(20)}
-        times = {0.0: 0.0, 1e7: 1e5}
-        origin = {"command": "x" * 400 + str(number), "commit": f"{number:040}"}
+        values = {
+            "curves": {f"val_{name}": {float(step): draw.random() for step in steps} for name in "abcdefgh"},
+            "configuration": {f"module.{'long' * 20}{key}": f"{draw.random()}" * 20 for key in range(20)},
+            "origin": {"command": "x" * 400 + str(number), "commit": f"{number:040}"},
+            "times": {0.0: 0.0, 1e7: 1e5},
+        }
         name = f"multirun/2026-01-01/10-00-00-000000/{number}"
-        values = {"curves": curves if number < 200 else {}, "configuration": keys, "times": times, "origin": origin}
         runs.append(run(number, name, error="e" * 500, state="failed", **values))
     text = runs_page(runs, [Unreadable(Path("x" * 300), "y" * 300)] * 500, Path("."))
     assert 500_000 < len(text.encode()) < 2_000_000
@@ -312,7 +311,7 @@ class TestParallelCoordinates:
         words = [each.text for each in sections(document)["Parallel coordinates"].all("text")]
         assert [word for word in words if word[0].isalpha()] == ["module.lr", "best val_loss"]
 
-    def test_many_runs_have_shades_by_the_result_and_round_numbers(self):
+    def test_many_runs_have_shades_by_the_result(self):
         runs = [
             run(number, configuration={"module.lr": f"{0.1 * 1.1**number}"}, curves={"val_loss": {1.0: float(number)}})
             for number in range(25)
@@ -323,8 +322,6 @@ class TestParallelCoordinates:
         assert [lines[0], lines[-1]] == [["q4", "run-24"], ["q0", "run-0"]]
         assert len({shade for shade, _ in lines}) == 5
         assert "the better its val_loss" in found.text
-        words = [each.text for each in found.all("text")]
-        assert words[1:4] == ["0.1", "0.2", "0.4"]
 
     @pytest.mark.parametrize(
         ("decades", "words"),
