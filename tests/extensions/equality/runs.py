@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Trainer
 from tests.support.quiet import QUIET
+from tests.support.resumption import Kill, Killed
 
-__all__ = ["Net", "Nudge", "Stop", "run"]
+__all__ = ["Net", "Nudge", "run"]
 
 
 class Net(L.LightningModule):
@@ -62,21 +63,6 @@ class Nudge(L.Callback):
                 pl_module.layers[0].weight[3, 1] += self.amount
 
 
-class Stop(Exception):
-    """The end of a run that is to be continued."""
-
-
-class Kill(L.Callback):
-    """Ends a run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            raise Stop
-
-
 def run(
     folder: Path, cls: Any = Trainer, *callbacks: Any, every: int = 1, kill_at: int | None = None, **options: Any
 ) -> Path:
@@ -94,12 +80,12 @@ def run(
     features = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     dataset = TensorDataset(features, features.sum(1, keepdim=True))
     saving = ModelCheckpoint(folder / "checkpoints", save_top_k=-1, every_n_train_steps=every, save_last=True)
-    further = [] if kill_at is None else [Kill(kill_at)]
+    further = [] if kill_at is None else [Kill("on_train_batch_start", kill_at + 1)]
     ckpt_path = options.pop("ckpt_path", None)
     chosen = {**QUIET, "enable_checkpointing": True, "logger": CSVLogger(folder, "", ""), "log_every_n_steps": 1}
     chosen |= {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "num_sanity_val_steps": 0, **options}
     trainer = cls(callbacks=[*callbacks, saving, Timer(), *further], **chosen)
     loaders = (DataLoader(dataset, 4, shuffle=True), DataLoader(dataset, 6))
-    with contextlib.suppress(Stop):
+    with contextlib.suppress(Killed):
         trainer.fit(Net(), *loaders, ckpt_path=ckpt_path)
     return folder

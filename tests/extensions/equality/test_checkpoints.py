@@ -143,7 +143,7 @@ def test_containers_that_hold_themselves_are_refused(tmp_path: Path) -> None:
 # Large tensors, and those in shards.
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, 7), (3, 4), (5, 2), (20, 6)])
+@pytest.mark.parametrize(("one", "other"), [(3, 4), (20, 6)])
 def test_pieces_of_other_sizes_have_one_largest_gap(one: int, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps, "_ELEMENTS", 4)
     first = torch.randn(19, dtype=torch.float64)

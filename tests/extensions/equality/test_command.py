@@ -78,8 +78,3 @@ def test_wrong_arguments_end_with_2_and_a_message(
 ) -> None:
     assert curves_equal(*arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["curves-equal", "--help"]) == 0
-    assert "equipoise curves-equal RUN_A RUN_B [flags]" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from equipoise import CheckpointError, Trainer, VirtualDevicesStrategy
+from equipoise import CheckpointError, Trainer
 from equipoise.extensions.equality import compare_runs
 from tests.extensions.equality.runs import Nudge, run
 from tests.support.trainer_runs import refuses
@@ -45,18 +45,6 @@ def test_the_same_run_is_equal_to_the_bit(first: Path, tmp_path: Path) -> None:
     assert not {"train_loss", "val_loss"} & set(result.left_out)
 
 
-@pytest.mark.slow
-def test_virtual_devices_are_equal_on_one_process_and_on_two(tmp_path: Path) -> None:
-    """Each process validates batches of its own."""
-    folders = []
-    for devices in (1, 2):
-        strategy = VirtualDevicesStrategy(count=2)
-        folders.append(run(tmp_path / str(devices), strategy=strategy, devices=devices))
-    result = compare_runs(*folders)
-    assert result.sentence.startswith("equal to the bit"), result.sentence
-    assert (result.logged_values, result.checkpoints) == (8, 7)
-
-
 @pytest.mark.thorough
 def test_the_first_step_that_differs_is_named(first: Path, tmp_path: Path) -> None:
     """The first checkpoint after a change of a weight shows the weight, and the next step the loss."""
@@ -66,12 +54,11 @@ def test_the_first_step_that_differs_is_named(first: Path, tmp_path: Path) -> No
     found = {(difference.part, difference.name): difference for difference in result.differences}
     saved = found["weights", "layers.0.weight"]
     assert (saved.step, saved.place) == (2, (3, 1))
-    assert saved.amount == (weight(first, 2) - weight(second, 2)).abs().max().item() > 0
-    assert (float(saved.first), float(saved.second)) == (weight(first, 2)[3, 1], weight(second, 2)[3, 1])
-    losses = (column(first, "train_loss"), column(second, "train_loss"))
+    before, after = (weight(folder, 2)[3, 1].item() for folder in (first, second))
+    assert (float(saved.first), float(saved.second), saved.amount) == (before, after, abs(before - after))
+    losses = [column(folder, "train_loss")[2] for folder in (first, second)]
     logged = found["logged values", "train_loss"]
-    assert logged.step == next(step for step in losses[0] if losses[0][step] != losses[1][step]) == 2
-    assert logged.amount == abs(losses[0][2] - losses[1][2])
+    assert (logged.step, logged.amount) == (2, abs(losses[0] - losses[1]))
     # Nothing but this weight differs at the step: neither optimisers nor the position.
     at_two = {key for key, difference in found.items() if difference.step == 2}
     assert at_two == {("weights", "layers.0.weight"), ("logged values", "train_loss"), ("logged values", "val_loss")}
@@ -124,11 +111,8 @@ def test_what_cannot_be_compared_is_refused(first: Path, tmp_path: Path) -> None
         return lambda: compare_runs(*paths, **options)
 
     (one,), (two,) = (list(first.glob(f"checkpoints/*step={step}.ckpt")) for step in (1, 2))
-    refuses(compare(first, tmp_path / "none"), "There is no file or folder", "none")
     refuses(compare(first, tmp_path), "is no folder of a run")
     refuses(compare(one, two), "nothing to compare", "checkpoints of step 1;", "checkpoints of step 2.")
-    refuses(compare(one, first / "metrics.csv"), "nothing to compare", "logged values of no step")
-    refuses(compare(first, first, atol=-1), "atol is a number from 0, not -1")
     refuses(compare(first, first, rtol=float("nan")), "rtol is a number from 0")
     for name in "ab":
         (tmp_path / name).mkdir()

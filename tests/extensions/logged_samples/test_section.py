@@ -9,14 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from equipoise import Callback, Trainer
 from equipoise.extensions.logged_samples import section as section_module
 from equipoise.extensions.logged_samples.section import section
 from equipoise.extensions.logged_samples.tensorboard_samples import logged_samples
 from equipoise.extensions.report import ReportSection
 from tests.extensions.report.page.records import page
 from tests.support.callback_runs import Small, loader
-from tests.support.quiet import QUIET
+from tests.support.trainer_runs import trainer
 
 pytest.importorskip("tensorboard")
 
@@ -34,23 +33,12 @@ class LogsImages(Small):
             self.logger.experiment.add_text("story", text, self.global_step)
 
 
-class Sections(Callback):
-    """Keeps the section as the report would have it."""
-
-    def __init__(self) -> None:
-        self.found: ReportSection | None = None
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self.found = section(trainer, pl_module)
-
-
 def fitted(folder: Path, logger: Any) -> ReportSection | None:
-    sections = Sections()
-    options = {"devices": ["cpu"], "max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    trainer = Trainer(**{**QUIET, **options, "logger": logger}, default_root_dir=folder, callbacks=[sections])
+    """Return the section as the report would have it."""
+    run = trainer(max_epochs=2, logger=logger, default_root_dir=folder)
     module = LogsImages() if isinstance(logger, TensorBoardLogger) else Small()
-    trainer.fit(module, loader(2, 2), loader(1, 2))
-    return sections.found
+    run.fit(module, loader(2, 2), loader(1, 2))
+    return section(run, module)
 
 
 def test_the_last_image_of_each_name_is_shown(tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
@@ -19,14 +19,11 @@ from tests.support.trainer_runs import refuses, trainer
 
 OPTIMIZERS = {
     "SGD": lambda groups: SGD(groups, 0.1, momentum=0.9, nesterov=True),
-    "Adam": lambda groups: Adam(groups, 0.01, amsgrad=True),
     "AdamW": lambda groups: AdamW(groups, 0.01, weight_decay=0.1),
     "AdamW foreach": lambda groups: AdamW(groups, 0.01, foreach=True),
     "AdamW fused": lambda groups: AdamW(groups, 0.01, fused=True),
-    "Adagrad": lambda groups: Adagrad(groups, 0.05),
     "Adafactor": lambda groups: Adafactor(groups, 0.05),
     "NAdam": lambda groups: NAdam(groups, 0.01),
-    "RMSprop": lambda groups: RMSprop(groups, 0.01, centered=True),
 }
 
 
@@ -133,7 +130,7 @@ def test_other_arguments_and_unusual_steps_change_nothing(kind: type[Module], op
     assert_same_training(fit(kind(), **options), fit(kind(), step_in_backward=True, **options))
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
 def test_a_resumed_run_may_step_in_the_other_way(before: bool, after: bool, tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     fit(Module(), step_in_backward=before, callbacks=[saves], enable_checkpointing=True, max_epochs=1)
@@ -250,7 +247,6 @@ TWO = {"devices": ["cpu", "cpu"]}
         (Module(), {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
         (Module(), {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_before_optimizer_step"),
         (ByHand(), {}, "optimises by hand"),
-        (overriding("on_before_optimizer_step"), {}, "Overriding.on_before_optimizer_step"),
         (overriding("on_after_backward"), {}, "Overriding.on_after_backward"),
         (overriding("configure_gradient_clipping"), {}, "Overriding.configure_gradient_clipping"),
         (overriding("optimizer_step"), {}, "Overriding.optimizer_step"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from equipoise import ConfigurationError, PackedCollate, TokenBatchSampler, predict_memory
@@ -15,6 +15,7 @@ from equipoise.extensions.common import bench
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.planned_batches import planned_batches
 from equipoise.extensions.planning.tracing.tracer import trace_step
+from tests.extensions.planning.steps import Step
 from tests.extensions.tokens.sequences import padded
 from tests.support.bounded_calls import call_here
 from tests.support.commands import equipoise, no_trace
@@ -163,25 +164,14 @@ def test_the_longest_samples_and_the_most_are_planned() -> None:
         planned_batches([])
 
 
-class Sums(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(50, 16)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.words(batch).square().sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters())
-
-
 @pytest.mark.slow
 def test_a_loader_is_planned_with_the_longest_samples() -> None:
     lengths = [2, 2, 2, 9, 9]
     data = [torch.ones(length, dtype=torch.int64) for length in lengths]
     sampler = TokenBatchSampler(lengths, 18)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=padded)
-    expected = predict_memory(Sums(), torch.ones(2, 9, dtype=torch.int64))
-    found = predict_memory(Sums(), loader)
+    module = Step(nn.Embedding(50, 16))
+    expected = predict_memory(module, torch.ones(2, 9, dtype=torch.int64))
+    found = predict_memory(module, loader)
     assert found.batch_size == 2
     assert found.peak().nbytes == expected.peak().nbytes

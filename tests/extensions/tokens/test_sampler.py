@@ -1,21 +1,16 @@
 """Batches within a budget of tokens: each sample once, the same steps with any number of processes."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from equipoise import TokenBatchSampler
-from equipoise.extensions.tokens.grouping import group_by_sum
-from equipoise.parallel.batches.sampling import NO_BATCH
 from equipoise.strategies.distributed.loaders import share_loader
-from tests.extensions.tokens.sequences import mean_loss, model, padded, tokens
-from tests.support.equality import assert_equal
+from tests.extensions.tokens.sequences import padded, tokens
 from tests.support.trainer_runs import Small, Validated, refuses, refuses_fit, trainer
 
 
@@ -76,22 +71,6 @@ def test_batches_are_nearly_full() -> None:
     assert len(TokenBatchSampler(lengths, 4096, padded=False, spread=0)) <= total / 4096 + 2
 
 
-def test_groups_are_those_of_best_fit_decreasing() -> None:
-    """Against the definition: the group with the least room."""
-    draw = random.Random(7)
-    for _ in range(100):
-        lengths = sorted((draw.randint(1, 40) for _ in range(60)), reverse=True)
-        rooms: list[int] = []
-        for length in lengths:
-            fitting = [index for index, room in enumerate(rooms) if room >= length]
-            if fitting:
-                rooms[min(fitting, key=lambda index: rooms[index])] -= length
-            else:
-                rooms.append(40 - length)
-        groups = group_by_sum(lengths, 40, 1000)
-        assert sorted(40 - sum(lengths[index] for index in group) for group in groups) == sorted(rooms)
-
-
 def test_batches_keep_limits_of_samples_and_padding() -> None:
     assert max(map(len, TokenBatchSampler([1] * 50, 30, max_samples=7))) == 7
     assert max(map(len, TokenBatchSampler([1] * 50, 30, max_samples=7, padded=False))) == 7
@@ -104,13 +83,13 @@ def test_batches_keep_limits_of_samples_and_padding() -> None:
 
 
 def test_a_tiny_spread_lets_equal_lengths_alone_change_places() -> None:
-    """Equal lengths alone change places, and there are more bands of lengths than memory would hold."""
-    lengths = [random.Random(1).randint(1, 9) for _ in range(50)]
-    drawn = [flat(TokenBatchSampler(lengths, 20, spread=spread)) for spread in (1e-9, 1e-300)]
-    assert sorted(drawn[0]) == sorted(drawn[1]) == list(range(50))
-    sizes = [[lengths[index] for index in batch] for batch in TokenBatchSampler(lengths, 20, spread=1e-9)]
-    exact = [[lengths[index] for index in batch] for batch in TokenBatchSampler(lengths, 20, shuffle=False)]
-    assert sorted(sizes) == sorted(exact)
+    """There are more bands of lengths than memory would hold."""
+    lengths = [random.Random(seed).randint(1, 9) for seed in range(50)]
+
+    def sizes(**options: Any) -> list[list[int]]:
+        return sorted([lengths[index] for index in batch] for batch in TokenBatchSampler(lengths, 20, **options))
+
+    assert sizes(spread=1e-9) == sizes(spread=1e-300) == sizes(shuffle=False)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -163,19 +142,10 @@ def test_arguments_that_are_refused(lengths: Any, options: dict[str, Any], text:
 # Several processes.
 
 
-def gradients(net: nn.Module, parts: list[Tensor]) -> Iterator[Tensor]:
-    """The loss and the gradients of parts, each weighed by its tokens."""
-    pairs = [mean_loss(net, part) for part in parts]
-    total = torch.stack([count for _, count in pairs]).sum()
-    loss = torch.stack([part_loss * count / total for part_loss, count in pairs]).sum()
-    yield loss.detach()
-    yield from torch.autograd.grad(loss, list(net.parameters()))
-
-
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_ranks_have_the_steps_of_one_process(seed: int) -> None:
-    """Samples, number of batches, loss and gradient of each step, for 40 sets of lengths and 1 to 4 processes."""
+    """Samples and number of batches of each step, for 40 sets of lengths and 1 to 4 processes."""
     lengths, budget = lengths_of(seed)
     by_longest = bool(seed % 2)
     data = tokens(lengths, seed)
@@ -185,11 +155,9 @@ def test_ranks_have_the_steps_of_one_process(seed: int) -> None:
         collate_fn=padded,
     )
     alone = list(loader.batch_sampler)
-    net = model()
     for processes in range(1, 5):
         shares = [share_loader(loader, rank, processes, 0, training=True) for rank in range(processes)]
         indices = [list(share.batch_sampler) for share in shares] if processes > 1 else [alone]
-        read = [list(share) for share in shares]
         steps = [alone[begin : begin + processes] for begin in range(0, len(alone), processes)]
         # 1. Each process has as many batches; in each step they have the samples of as many batches of one process.
         assert [len(batches) for batches in indices] == [len(steps)] * processes == [len(share) for share in shares]
@@ -199,11 +167,6 @@ def test_ranks_have_the_steps_of_one_process(seed: int) -> None:
             assert all(size(lengths, part, by_longest) <= budget for part in parts if part)
             # 2. None lacks a batch, unless there are fewer samples.
             assert all(parts) or len(flat(step)) < processes
-            # 3. The loss and its gradient.
-            there = [batches[number] for batches in read if batches[number] is not NO_BATCH]
-            if number < 2 or number == len(steps) - 1:
-                whole = [padded([data[index] for index in batch]) for batch in step]
-                assert_equal(list(gradients(net, whole)), list(gradients(net, there)), 1e-12)
 
 
 def test_the_last_step_has_a_sample_for_each_process() -> None:
@@ -216,8 +179,7 @@ def test_the_last_step_has_a_sample_for_each_process() -> None:
         assert len(last) == 10
 
 
-@pytest.mark.parametrize("before", [2, 3, 8])
-@pytest.mark.parametrize("after", [2, 3, 5])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (8, 5)])
 def test_steps_for_other_numbers_of_processes(before: int, after: int) -> None:
     lengths, budget = [random.Random(2).randint(1, 90) for _ in range(400)], 300
     sampler = TokenBatchSampler(lengths, budget)

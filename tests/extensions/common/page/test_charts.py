@@ -22,29 +22,10 @@ def figure(*points: tuple[float, float], **given: object) -> Element:
 
 
 class TestThin:
-    @pytest.mark.parametrize("most", [5, 17, 1000])
-    def test_extremes_gaps_and_ends_stay(self, most: int):
-        seed = random.randrange(2**32)
-        print("seed", seed)
-        draw = random.Random(seed)
-        points = [(float(x), draw.gauss(0, 1)) for x in range(draw.randrange(1001, 9000))]
-        spike, pit, gap = draw.sample(range(1, len(points) - 1), 3)
-        for index, value in ((spike, 99.0), (pit, -99.0), (gap, math.nan)):
-            points[index] = (float(index), value)
-        kept = thin(points, most)
-        assert len(kept) <= most
-        assert {(float(spike), 99.0), (float(pit), -99.0), points[0], points[-1]} <= set(kept)
-        assert any(math.isnan(y) for _, y in kept)
-        assert kept == sorted(kept, key=lambda point: point[0])
-
     def test_all_parts_of_a_logarithmic_axis_keep_points(self):
         points = [(10.0 ** (-8 + 8 * step / 2000), float(step % 7)) for step in range(2000)]
         kept = thin(points, 200, math.log10)
         assert sum(x < 1e-4 for x, _ in kept) >= len(kept) // 3
-
-    def test_a_short_line_stays_as_it_is(self):
-        points = [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)]
-        assert thin(points, 5) == points
 
 
 class TestScale:
@@ -125,12 +106,6 @@ class TestFigure:
     def test_points_without_an_x_are_left_out(self):
         assert "data-x" in figure((math.nan, 1), (1, 2)).one("g", "line").attributes
         assert "No value is a finite number." in figure((math.inf, 1)).text
-
-
-def test_on_a_narrow_screen_every_second_word_of_boundaries_is_hidden():
-    chart = figure((0, 0), (400, 1), boundaries=[Boundary(x=20 * n, text=f"epoch {n}") for n in (5, 10, 15, 20)])
-    words = [boundary.one("text") for boundary in chart.all("g", "boundary")]
-    assert {word.text for word in words if "odd" in word.attributes.get("class", "")} == {"epoch 5", "epoch 15"}
 
 
 @pytest.mark.parametrize(("last", "hidden"), [(3, []), (5, ["1", "3", "5"])])
