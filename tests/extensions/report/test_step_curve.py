@@ -32,12 +32,6 @@ def test_a_long_curve_keeps_its_extremes_and_ends(outliers: dict[int, float], le
         assert len(kept) == len(values)
 
 
-def test_all_parts_of_a_long_curve_are_as_fine():
-    kept = filled({step: float(step % 1000) for step in range(0, 10**5, 5)}).points()
-    tenths = [sum(step // 10**4 == tenth for step in kept) for tenth in range(9)]
-    assert min(tenths) > 0.8 * max(tenths)
-
-
 def test_a_value_at_the_same_step_replaces_the_earlier():
     curve = filled({3: 1.0})
     curve.add(3, 2.0)

@@ -123,25 +123,11 @@ def test_values_that_look_the_same_stand_out_together():
     assert [value.text for value in page(*runs).one("table", "runs").all("b")] == ["0.9852", "0.9852"]
 
 
-def test_a_sweep_has_two_keys_beside_its_curves():
-    def beside(*names: str) -> list[str]:
-        runs = [run(number, name, configuration=dict.fromkeys("abc", f"{number}")) for number, name in enumerate(names)]
-        heads = page(*runs).one("table", "runs").all("th")
-        return [head.text for head in heads if "more" not in head.attributes.get("class", "")][3:]
-
-    assert beside("outputs/x", "outputs/y") == ["a"]
-    assert beside("multirun/0", "multirun/1") == ["a", "b"]
-
-
 def test_charts_that_are_left_out_are_counted():
     curves = {f"metric {number}": {1.0: 0.0, 2.0: 1.0} for number in range(30)}
     found = sections(page(run(1, curves=curves), run(2, curves=curves)))
     assert len(found["Curves by step"].all("figure")) == 24
     assert "24 of 30 metrics" in found["Curves by step"].text
-    few = {name: curves[name] for name in [*curves][:9]}
-    found = sections(page(run(1, curves=few), run(2, curves=few)))
-    assert len(found["Curves by step"].all("figure")) == 9
-    assert "metrics" not in found["Curves by step"].one("h2").text
 
 
 def test_an_error_is_a_line_that_opens():
@@ -310,18 +296,6 @@ class TestParallelCoordinates:
         }
         words = [each.text for each in sections(document)["Parallel coordinates"].all("text")]
         assert [word for word in words if word[0].isalpha()] == ["module.lr", "best val_loss"]
-
-    def test_many_runs_have_shades_by_the_result(self):
-        runs = [
-            run(number, configuration={"module.lr": f"{0.1 * 1.1**number}"}, curves={"val_loss": {1.0: float(number)}})
-            for number in range(25)
-        ]
-        found = sections(page(*runs))["Parallel coordinates"]
-        lines = [each.attributes["class"].split()[1:] for each in found.one("svg", "parallel").all("g", "line")]
-        # The best one is drawn last, over all others.
-        assert [lines[0], lines[-1]] == [["q4", "run-24"], ["q0", "run-0"]]
-        assert len({shade for shade, _ in lines}) == 5
-        assert "the better its val_loss" in found.text
 
     @pytest.mark.parametrize(
         ("decades", "words"),

@@ -107,19 +107,14 @@ def test_nothing_waits_for_a_device_that_is_behind(device: Device) -> None:
     assert sum(times.seconds.values()) == pytest.approx(0.063)
 
 
-def test_a_step_before_a_validation_is_left_out(device: Device) -> None:
+@pytest.mark.parametrize("in_parts", [False, True], ids=["before a validation", "in parts"])
+def test_a_step_before_a_validation_or_in_parts_is_left_out(device: Device, in_parts: bool) -> None:
     times = DeviceTimes()
     run_steps(times, device, 47)
-    times.leave_out()
-    run_steps(times, device, 1)
-    assert times.read()
-    assert sum(times.seconds.values()) == 0
-
-
-def test_a_step_in_parts_is_left_out(device: Device) -> None:
-    times = DeviceTimes()
-    run_steps(times, device, 47)
-    times.marking(lambda: None, parts.STEP)()
+    if in_parts:
+        times.marking(lambda: None, parts.STEP)()
+    else:
+        times.leave_out()
     run_steps(times, device, 1)
     assert times.read()
     assert sum(times.seconds.values()) == 0

@@ -37,10 +37,6 @@ def slow_callback(clock: Clock, folder: Path) -> StepTimes:
     return fit(Ticking(clock), loader(clock), callbacks=[Slow(clock, 3.5)])[0]
 
 
-def callback_before_a_step(clock: Clock, folder: Path) -> StepTimes:
-    return fit(Ticking(clock), loader(clock), callbacks=[Slow(clock, 0.0, before_step=3.5)])[0]
-
-
 def slow_module_hook(clock: Clock, folder: Path) -> StepTimes:
     class Hooked(Ticking):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -117,7 +113,6 @@ PLANTED: dict[Program, str] = {
     slow_data: "50% of the time is spent waiting for data: the loader has num_workers=0: try num_workers=2",
     data_without_loader: "49% of the time is spent waiting for data: let the loader read ahead",
     slow_callback: "the callback Slow takes 50% of the time",
-    callback_before_a_step: "the callback Slow takes 50% of the time",
     slow_module_hook: "hooks of the module take 50% of the time",
     frequent_validation: "validation every 4 steps takes 34% of the time: try val_check_interval=20",
     large_validation: "validation every 24 steps takes 51% of the time: try val_check_interval=1.0 and"
@@ -142,10 +137,6 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_limit_is_named(clock: Clock, tmp_path: Path, program: Program) -> None:
     limit = program(clock, tmp_path).limit
     assert limit.startswith(PLANTED[program])
-
-
-def plain(clock: Clock, folder: Path) -> StepTimes:
-    return fit(Ticking(clock), loader(clock, 0.25))[0]
 
 
 def with_everything(clock: Clock, folder: Path) -> StepTimes:
@@ -206,7 +197,6 @@ def small_steps_of_large_batches(clock: Clock, folder: Path) -> StepTimes:
 
 
 HEALTHY = [
-    plain,
     with_everything,
     reading_a_value,
     reads_of_torch,
@@ -260,13 +250,6 @@ def test_accumulation_is_proposed_for_an_exchange() -> None:
     assert limit.startswith("rank 1 is 67% slower than the others, which wait 40% of the time for it")
 
 
-def test_the_interval_of_validations_is_that_of_the_trainer(clock: Clock) -> None:
-    module = Validated(clock, validation=3.5)
-    measured = fit(module, loader(clock), loader(clock), val_check_interval=8, max_epochs=1)[0]
-    assert measured.limit is not None
-    assert measured.limit.startswith("validation every 8 steps takes")
-
-
 def test_the_largest_limit_is_named() -> None:
     limit = describe_limit(times(waiting_for_data=3.0, callback_A=4.0, callback_B=3.5), Facts(num_workers=0))
     assert limit.startswith("the callback A takes 38%")
@@ -274,14 +257,3 @@ def test_the_largest_limit_is_named() -> None:
 
 def test_ranks_that_differ_little_are_no_limit() -> None:
     assert describe_limit(times(ranks=[9.0, 9.5, 9.8], forward=10.0), Facts()) is None
-
-
-def test_the_proposed_interval_of_validation_leaves_a_tenth_of_the_time() -> None:
-    """The interval that is proposed, a multiple, makes the validation take at most 10% of the time."""
-    for share in (0.2, 0.34, 0.5, 0.9):
-        steps, validations = 1000, 100
-        measured = times(steps, forward=100 * (1 - share), validation=100 * share)
-        limit = describe_limit(measured, Facts(validations=validations))
-        every = int(limit.rpartition("=")[2])
-        validation = share * (steps / validations) / every
-        assert 0.05 < validation / (validation + 1 - share) <= 0.1

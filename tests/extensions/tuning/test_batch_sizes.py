@@ -126,23 +126,6 @@ def test_the_batch_size_finder_predicts_the_largest_size_that_fits(
     assert module.seen == [expected] * 2
 
 
-@pytest.mark.thorough
-def test_hyperparameters_in_a_plain_dictionary(room: Any) -> None:
-    """They are set as those of Lightning, whose entries are attributes as well."""
-
-    class Described(Ordinary):
-        hparams = {"batch_size": 3}
-
-        def train_dataloader(self) -> Any:
-            return made_loader(self.hparams["batch_size"])
-
-    room(bytes_for(50))
-    module = Described()
-    Trainer(**OPTIONS, callbacks=[BatchSizeFinder()]).fit(module)
-    assert module.hparams == {"batch_size": 32}
-    assert module.seen == [32] * 2
-
-
 def test_the_size_of_a_data_module_is_searched(room: Any) -> None:
     room(bytes_for(50))
     module, data = Ordinary(), Data()
@@ -158,25 +141,6 @@ def test_a_size_is_never_more_than_the_samples() -> None:
     with pytest.warns(UserWarning, match=f"An epoch of {SAMPLES:,} samples has 1 step with batches of {SAMPLES:,}"):
         Trainer(**OPTIONS, callbacks=[BatchSizeFinder(mode="binsearch")]).fit(module)
     assert module.batch_size == SAMPLES
-
-
-@pytest.mark.filterwarnings("ignore:An epoch of")
-def test_a_size_is_never_more_than_the_samples_of_the_longest_of_several_loaders(room: Any) -> None:
-    class Several(Sized):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch["long"], batch_idx) + super().training_step(batch["short"], batch_idx)
-
-        def train_dataloader(self) -> Any:
-            sets = {"long": 64, "short": 16}
-            return {
-                name: DataLoader(TensorDataset(torch.ones(n, FEATURES).double()), self.batch_size)
-                for name, n in sets.items()
-            }
-
-    room(bytes_for(1024))
-    module = Several()
-    Trainer(**OPTIONS, callbacks=[BatchSizeFinder()]).fit(module)
-    assert module.batch_size == 64
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("power", 32), ("binsearch", 40)])

@@ -8,27 +8,13 @@ import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from equipoise import ConfigurationError
-from equipoise.extensions.common.suggested_rate import suggested_rate
 from equipoise.extensions.tuning import interop
 from equipoise.extensions.tuning.interop import (
-    keep_learning_rates,
     learning_rate_settings,
     results_of,
 )
 from tests.support.hidden_names import hide
 from tests.support.trainer_runs import Small, loader, trainer
-
-
-def test_the_results_of_a_search_for_a_learning_rate() -> None:
-    finder = LearningRateFinder()
-    losses = [1.0] * 12 + [0.9, 0.1, 0.05, 0.04]
-    rates = [10.0 ** (step - 16) for step in range(16)]
-    results = results_of(finder, learning_rate_settings(finder), rates, losses)
-    assert suggested_rate(results) == results.suggestion() == 1e-4
-    keep_learning_rates(finder, results)
-    assert finder.optimal_lr is results
-    few = results_of(finder, learning_rate_settings(finder), rates[:12], losses[:12])
-    assert suggested_rate(few) is None
 
 
 @pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
@@ -48,7 +34,6 @@ def test_the_results_of_a_search_are_of_the_package_of_its_finder(name: str, mon
     ("finder", "name", "remedy"),
     [
         (LearningRateFinder(), "_min_lr", "Set the learning rate by hand"),
-        (LearningRateFinder(), "_early_exit", "Set the learning rate by hand"),
         (BatchSizeFinder(), "_max_val", "equipoise plan"),
     ],
 )

@@ -7,8 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,7 +65,7 @@ def data(shuffle: bool = False) -> DataLoader[Any]:
     [
         {"max_lr": 10.0},
         {"max_lr": 10.0, "early_stop_threshold": None, "num_training_steps": 40},
-        {"min_lr": 1e-4, "max_lr": 2.0, "mode": "linear"},
+        {"min_lr": 0.0, "max_lr": 2.0, "mode": "linear"},
         {"update_attr": False, "num_training_steps": 15},
     ],
     ids=["exponential", "to the end", "linear", "search alone"],
@@ -99,19 +98,13 @@ def test_the_tuner_searches_without_a_fit() -> None:
 
 def test_learning_rate_finder_searches_before_the_fit_and_leaves_no_trace_in_it() -> None:
     """Orders, draws and weights of the fit are those of a fit that had the rate from the beginning."""
-
-    class Counter(Callback):
-        def __init__(self) -> None:
-            self.batches = 0
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.batches += 1
-
+    batches: list[int] = []
+    counter = LambdaCallback(on_train_batch_end=lambda *args: batches.append(args[-1]))
     torch.manual_seed(7)
-    searched, counter, loader = Fitted(), Counter(), data(shuffle=True)
+    searched, loader = Fitted(), data(shuffle=True)
     state = copy.deepcopy(torch.get_rng_state())
     Trainer(**OPTIONS, callbacks=[LearningRateFinder(max_lr=10.0), counter]).fit(searched, loader)
-    assert counter.batches == OPTIONS["max_steps"]
+    assert len(batches) == OPTIONS["max_steps"]
 
     known = Fitted(lr=searched.lr)
     torch.set_rng_state(state)
@@ -121,7 +114,7 @@ def test_learning_rate_finder_searches_before_the_fit_and_leaves_no_trace_in_it(
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.parametrize("strategy", ["dp", "balanced", "pipeline", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["dp", "pipeline", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_several_devices_find_the_same_curve(strategy: str) -> None:
     """Each of two processes of ddp reads half of a batch, every second sample."""
     curves = []
@@ -225,9 +218,3 @@ def test_the_report_draws_the_curve(tmp_path: Any) -> None:
     assert "The learning rate" in page
     assert "suggested: " in page
     assert 'data-log="yes"' in page
-
-
-def test_a_linear_search_from_0() -> None:
-    finder = LearningRateFinder(min_lr=0.0, max_lr=1.0, mode="linear", num_training_steps=15)
-    Trainer(**OPTIONS, callbacks=[finder]).fit(Fitted(), data())
-    assert finder.optimal_lr.results["lr"][0] == 0

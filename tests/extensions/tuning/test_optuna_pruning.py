@@ -93,16 +93,18 @@ def test_all_processes_end_after_the_validation_that_prunes(devices, tmp_path, p
     assert [path.read_text() for path in tmp_path.glob("epochs_*")] == ["0 1 2 "] * len(devices)
 
 
-@pytest.mark.few_cases(1)
 @DEVICES
-def test_a_trial_that_is_not_pruned_stays_with_its_callback(devices, tmp_path):
-    trial, module = Trial(), Scalar(tmp_path)
-    trainer, pruning = fitted(module, trial, devices)
-    assert [step for _, step in trial.reports] == [0, 1, 2, 3, 4]
-    assert pruning.trial is trial
-    assert pruning.state_dict() == {"step": 5}
+def test_a_trial_that_is_not_pruned_stays_with_its_callback_and_the_next_fit_counts_from_zero(devices, tmp_path):
+    """A copy of the callback has no trial, and leaves the trial to the original."""
+    trial, module, loader = Trial(), Scalar(tmp_path), DataLoader(torch.zeros(1, 1))
+    trainer, pruning = fitted(module, trial, devices, max_epochs=2)
     trainer.validate(module, DataLoader(torch.zeros(2, 1)))
-    assert len(trial.reports) == 5
+    assert [step for _, step in trial.reports] == [0, 1]
+    assert copy.deepcopy(pruning).trial is None
+    again = Trainer(**{**QUIET, "max_epochs": 2, "accelerator": "cpu"}, callbacks=[pruning])
+    again.fit(Scalar(tmp_path), loader, loader)
+    assert [step for _, step in trial.reports] == [0, 1, 0, 1]
+    assert pruning.trial is trial
 
 
 def test_a_fit_that_continues_counts_on(tmp_path):
@@ -114,19 +116,6 @@ def test_a_fit_that_continues_counts_on(tmp_path):
     further = Trainer(**{**QUIET, "max_epochs": 3, "accelerator": "cpu"}, callbacks=[again])
     further.fit(Scalar(tmp_path), loader, loader, ckpt_path=tmp_path / "two.ckpt")
     assert first.reports + second.reports == [(3.5, 0), (3.0, 1), (2.5, 2)]
-
-
-@DEVICES
-def test_each_fit_counts_from_zero(devices, tmp_path):
-    """A copy of the callback has no trial, and leaves the trial to the original."""
-    trial = Trial()
-    _, pruning = fitted(Scalar(tmp_path), trial, devices, max_epochs=2)
-    assert copy.deepcopy(pruning).trial is None
-    again = Trainer(**{**QUIET, "max_epochs": 2, "accelerator": "cpu"}, callbacks=[pruning])
-    loader = DataLoader(torch.zeros(1, 1))
-    again.fit(Scalar(tmp_path), loader, loader)
-    assert [step for _, step in trial.reports] == [0, 1, 0, 1]
-    assert pruning.trial is trial
 
 
 @DEVICES

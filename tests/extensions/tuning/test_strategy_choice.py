@@ -1,7 +1,6 @@
 """The strategy that "auto" means on several devices: the simplest under which a step is predicted to fit."""
 
 import multiprocessing
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -170,10 +169,9 @@ def test_frozen_weights_in_four_bits_are_proposed(room: Any, told: list[str]) ->
 def test_stages_need_automatic_optimisation(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
 
-    def noting(*arguments: Any) -> list[StrategyPlan]:
-        plans = plan_strategies(*arguments)
-        planned.extend(plan.strategy for plan in plans)
-        return plans
+    def noting(prediction: Any, module: Any, strategies: list[Strategy], *arguments: Any) -> list[StrategyPlan]:
+        planned.extend(strategy.name for strategy in strategies)
+        return plan_strategies(prediction, module, strategies, *arguments)
 
     room(1000)
     monkeypatch.setattr(strategy_choice, "plan_strategies", noting)
@@ -259,14 +257,6 @@ def test_a_data_module_is_set_up_elsewhere() -> None:
     assert Data.calls == 0
 
 
-def test_loaders_of_a_module() -> None:
-    class Own(Wide):
-        def train_dataloader(self) -> Any:
-            return loader()
-
-    assert read(module=Own(8))[0].shape == (BATCH_SIZE, FEATURES)
-
-
 class Failing(TensorDataset):
     def __getitem__(self, index: Any) -> Any:
         raise ArithmeticError("a sample\nof two lines")
@@ -308,18 +298,6 @@ def test_data_that_cannot_be_read_are_refused(train: Any, seconds: float, words:
         read(train, seconds=seconds)
 
 
-def test_a_process_that_ends_while_it_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like a process that is ended for its memory while it writes."""
-
-    def broken(open_loaders: Any, sender: Any) -> None:
-        # The length of an answer, and a part of it.
-        os.write(sender.fileno(), (100).to_bytes(4, "big") + b"part")
-
-    monkeypatch.setattr(first_batch, "_answer", broken)
-    with pytest.raises(ConfigurationError, match="ended without an answer"):
-        read(loader())
-
-
 def test_a_daemon_cannot_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of a pool is a daemon."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
@@ -348,23 +326,6 @@ def test_finders_search_under_the_chosen_strategy(
     monkeypatch.setattr(trainer_module, "search", noting)
     Trainer(**OPTIONS).fit(Wide(), loader())
     assert names == ["dp"]
-
-
-def test_it_is_chosen_by_the_next_fit_after_an_interrupt(
-    room: Any, told: list[str], prediction: MemoryPrediction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room(peak_under(prediction, DDPStrategy()) - 1)
-
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    trainer = Trainer(**OPTIONS)
-    with monkeypatch.context() as patch:
-        patch.setattr(strategy_choice, "read_ahead", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.fit(Wide(), loader())
-    trainer.fit(Wide(), loader())
-    assert trainer.strategy.name == "dp"
 
 
 @pytest.mark.slow

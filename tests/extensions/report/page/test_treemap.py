@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 
 from equipoise.extensions.report.page.treemap import Box, fold, squarify, tree_map
 from equipoise.memory.records import CATEGORIES, TensorRecord
@@ -72,8 +71,6 @@ class TestFold:
         for category in CATEGORIES:
             before, after = (sum(h.nbytes for h in some if h.category == category) for some in (holders, folded))
             assert before == after
-        others = sum(int(match[1].replace(",", "")) for h in folded if (match := re.match(r"([\d,]+) others?", h.name)))
-        assert others + sum("other" not in each.name for each in folded) == 3000
 
     def test_equal_ones_are_merged_or_kept_together(self):
         holders = [holder(f"layers.{n // 4}.part{n % 4}", 100) for n in range(400)] + [holder("head", 10**6)]

@@ -19,7 +19,7 @@ FILES = {
     "tuned/__init__.py": "",
     "tuned/module.py": """
         import torch
-        from lightning.pytorch import Callback, LightningDataModule, LightningModule
+        from lightning.pytorch import LightningDataModule, LightningModule
         from torch.utils.data import DataLoader, Dataset
 
         from tests.extensions.timing.tune.passing import CLOCK
@@ -79,14 +79,5 @@ FILES = {
         class Fixed(Rows):
             def __init__(self, *, seconds):
                 super().__init__(seconds=seconds)
-
-
-        class Often(Callback):
-            def __init__(self, seconds=3.0, every_n_steps=1):
-                self.seconds, self.every_n_steps = seconds, every_n_steps
-
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-                if (batch_idx + 1) % self.every_n_steps == 0:
-                    CLOCK.tick(self.seconds)
         """,
 }

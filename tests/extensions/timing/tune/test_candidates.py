@@ -99,11 +99,7 @@ def test_the_first_of_equally_fast_candidates_is_used() -> None:
 def test_a_trial_writes_into_its_folder_alone_with_a_seed_and_without_loggers_of_services(tmp_path: Any) -> None:
     values = {
         "trainer": {"max_epochs": 3, "default_root_dir": "elsewhere", "precision": "64-true"},
-        "callbacks": {
-            "step_times": {"_target_": "equipoise.StepTimes"},
-            "a": {**CHECKPOINT, "dirpath": "/b"},
-            "c": None,
-        },
+        "callbacks": {"step_times": {"_target_": "equipoise.StepTimes"}, "a": {**CHECKPOINT, "dirpath": "/b"}},
         "logger": {"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger"}},
         "seed": None,
         "ckpt_path": "last",

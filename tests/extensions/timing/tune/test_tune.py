@@ -109,14 +109,6 @@ def test_a_remedy_that_takes_too_long_is_not_measured(tuned: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_a_callback_acts_less_often(tuned: Any) -> None:
-    often = "+callbacks.often={_target_:tuned.module.Often,seconds:3.0,every_n_steps:1}"
-    result = tuned(often, "trainer.limit_train_batches=20", LONG)
-    assert result["overrides"] == ["callbacks.often.every_n_steps=10"]
-    assert speeds(result)["callbacks.often.every_n_steps=10"] == pytest.approx(4 / 1.3, rel=1e-9)
-
-
-@pytest.mark.thorough
 def test_a_limit_without_a_candidate_is_told(project: Path, equipoise: Any) -> None:
     code, out, _ = equipoise("tune", "+module.hook=3.0", LONG)
     assert code == 0
