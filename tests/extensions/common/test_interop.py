@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from equipoise.extensions.common.interop import FakeTensors, is_fake, usual_tensors
+from equipoise.extensions.common.interop import FakeTensors, is_fake
 from equipoise.memory.profile.ledger import Ledger
 
 
@@ -28,15 +28,6 @@ def test_shapes_of_masks_are_the_largest(shape: tuple[int, ...], select: Callabl
         result = select(torch.ones(3, 4))
     assert result.shape == shape
     assert "as large as it can be" in guesses[0]
-
-
-def test_usual_tensors_can_be_made_within() -> None:
-    with FakeTensors(print).active():
-        with usual_tensors():
-            real = torch.ones(2)
-        assert is_fake(torch.ones(2))
-    assert not is_fake(real)
-    assert is_fake(torch.ones(2, device="meta"))
 
 
 def test_results_are_those_of_the_kernels() -> None:

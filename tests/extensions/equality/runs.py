@@ -1,6 +1,5 @@
 """Runs that leave `metrics.csv` and a checkpoint of every step."""
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import Trainer
 from tests.support.quiet import QUIET
-from tests.support.resumption import Kill, Killed
 
 __all__ = ["Net", "Nudge", "run"]
 
@@ -63,9 +61,7 @@ class Nudge(L.Callback):
                 pl_module.layers[0].weight[3, 1] += self.amount
 
 
-def run(
-    folder: Path, cls: Any = Trainer, *callbacks: Any, every: int = 1, kill_at: int | None = None, **options: Any
-) -> Path:
+def run(folder: Path, cls: Any = Trainer, *callbacks: Any, every: int = 1, **options: Any) -> Path:
     """Fit a module for two epochs of three steps, and return the folder of the run.
 
     Args:
@@ -73,19 +69,15 @@ def run(
         cls: Whose trainer.
         callbacks: Further callbacks.
         every: Steps between two checkpoints.
-        kill_at: The step at which the run ends as if it was killed.
-        options: Arguments of the trainer, and `ckpt_path`.
+        options: Arguments of the trainer.
     """
     L.seed_everything(7)
     features = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     dataset = TensorDataset(features, features.sum(1, keepdim=True))
     saving = ModelCheckpoint(folder / "checkpoints", save_top_k=-1, every_n_train_steps=every, save_last=True)
-    further = [] if kill_at is None else [Kill("on_train_batch_start", kill_at + 1)]
-    ckpt_path = options.pop("ckpt_path", None)
     chosen = {**QUIET, "enable_checkpointing": True, "logger": CSVLogger(folder, "", ""), "log_every_n_steps": 1}
     chosen |= {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "num_sanity_val_steps": 0, **options}
-    trainer = cls(callbacks=[*callbacks, saving, Timer(), *further], **chosen)
-    loaders = (DataLoader(dataset, 4, shuffle=True), DataLoader(dataset, 6))
-    with contextlib.suppress(Killed):
-        trainer.fit(Net(), *loaders, ckpt_path=ckpt_path)
+    cls(callbacks=[*callbacks, saving, Timer()], **chosen).fit(
+        Net(), DataLoader(dataset, 4, shuffle=True), DataLoader(dataset, 6)
+    )
     return folder

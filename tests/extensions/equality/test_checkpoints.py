@@ -17,8 +17,6 @@ from tests.parallel.shards.folders import save
 from tests.support.large_checkpoints import mebibytes_needed, write
 from tests.support.trainer_runs import refuses
 
-EXACT = Tolerance(0, 0)
-
 
 def compared(tmp_path: Path, first: dict[str, Any], second: dict[str, Any], **options: float) -> RunComparison:
     """Compare two checkpoints with some content."""
@@ -51,18 +49,28 @@ def test_whole_numbers_that_float64_cannot_tell_apart_differ(tmp_path: Path) -> 
     }
 
 
-def test_nan_equals_nan_but_signs_of_zero_and_dtypes_differ(tmp_path: Path) -> None:
-    nan = torch.tensor([math.nan, math.inf, 1.0])
-    assert compared(tmp_path, {"x": nan}, {"x": nan.clone()}).equal
-    assert compared(tmp_path, {"x": [math.nan]}, {"x": [math.nan]}).equal
-    (difference,) = compared(tmp_path, {"x": nan}, {"x": torch.tensor([math.nan, 1.0, 1.0])}).differences
-    assert (difference.place, difference.first, difference.second, difference.amount) == ((1,), "inf", "1.0", None)
-    (difference,) = compared(tmp_path, {"x": nan}, {"x": torch.tensor([2.0, math.inf, 1.0])}, atol=10).differences
-    assert (difference.place, difference.first) == ((0,), "nan")
-    (difference,) = compared(tmp_path, {"x": torch.zeros(2)}, {"x": torch.tensor([0.0, -0.0])}).differences
-    assert (difference.place, difference.second, difference.amount) == ((1,), "-0.0", 0.0)
-    (difference,) = compared(tmp_path, {"x": torch.ones(2)}, {"x": torch.ones(2).double()}).differences
-    assert (difference.first, difference.second) == ("torch.float32", "torch.float64")
+NAN = torch.tensor([math.nan, math.inf, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "atol", "place", "shown"),
+    [
+        (NAN, torch.tensor([math.nan, 1.0, 1.0]), 0, (1,), ("inf", "1.0", None)),
+        (NAN, torch.tensor([2.0, math.inf, 1.0]), 10, (0,), ("nan", "2.0", None)),
+        (torch.zeros(2), torch.tensor([0.0, -0.0]), 0, (1,), ("0.0", "-0.0", 0.0)),
+        (torch.ones(2), torch.ones(2).double(), 0, (), ("torch.float32", "torch.float64", None)),
+    ],
+    ids=["infinite", "nan", "zero", "dtype"],
+)
+def test_infinite_values_signs_of_zero_and_dtypes_differ(
+    first: Any, second: Any, atol: float, place: tuple[int, ...], shown: tuple[Any, ...], tmp_path: Path
+) -> None:
+    (difference,) = compared(tmp_path, {"x": first}, {"x": second}, atol=atol).differences
+    assert (difference.place, (difference.first, difference.second, difference.amount)) == (place, shown)
+
+
+def test_nan_equals_nan_and_dtypes_are_equal_within_a_tolerance(tmp_path: Path) -> None:
+    assert compared(tmp_path, {"x": NAN, "y": [math.nan]}, {"x": NAN.clone(), "y": [math.nan]}).equal
     assert compared(tmp_path, {"x": torch.ones(2)}, {"x": torch.ones(2).double()}, atol=1e-9).equal
 
 
@@ -143,19 +151,13 @@ def test_containers_that_hold_themselves_are_refused(tmp_path: Path) -> None:
 # Large tensors, and those in shards.
 
 
-@pytest.mark.parametrize(("one", "other"), [(3, 4), (20, 6)])
-def test_pieces_of_other_sizes_have_one_largest_gap(one: int, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_ends_too_early_is_refused() -> None:
+    pieces = ([torch.ones(4)], [torch.ones(19)])
+    refuses(lambda: largest_gap(*pieces, 19, Tolerance(0, 0)), "is damaged", error=CheckpointError)
+
+
+def test_a_file_is_compared_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps, "_ELEMENTS", 4)
-    first = torch.randn(19, dtype=torch.float64)
-    second = first.clone()
-    assert largest_gap(first.split(one), second.split(other), 19, EXACT) is None
-    second[[2, 13, 18]] += torch.tensor([0.1, 0.3, 0.2]).double()
-    gap = largest_gap(first.split(one), second.split(other), 19, EXACT)
-    assert (gap.position, gap.amount) == (13, (first[13] - second[13]).abs().item())
-    refuses(lambda: largest_gap([first[:4]], [first], 19, EXACT), "is damaged", error=CheckpointError)
-
-
-def test_a_file_is_compared_with_shards(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 3), "b": torch.arange(5).bfloat16()}
     named = {name: make_placeholder(value, name) for name, value in tensors.items()}
     torch.save({"state_dict": tensors, "global_step": 2}, tmp_path / "x.ckpt")
@@ -163,6 +165,8 @@ def test_a_file_is_compared_with_shards(tmp_path: Path) -> None:
     result = compare_runs(tmp_path / "x.ckpt", tmp_path / "run" / "y.ckpt")
     assert (result.equal, result.tensors) == (True, 2)
     tensors["a"][4, 2] += 1
+    tensors["a"][1, 0] += 0.5
+    tensors["a"][6, 2] += 0.5
     save(tmp_path / "z.ckpt", tensors, {"state_dict": named, "global_step": 2}, count=2)
     # A folder around it is a run.
     (difference,) = compare_runs(tmp_path / "run", tmp_path / "z.ckpt").differences

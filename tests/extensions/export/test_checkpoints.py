@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from equipoise import CheckpointError
 from equipoise.extensions.export import export_weights, read_weights
-from equipoise.extensions.export.weights import open_weights
 from equipoise.parallel.shards.placeholders import make_placeholder
 from tests.extensions.export.modules import assert_same
 from tests.extensions.fsdp.programs import Net, assert_close, fit, fsdp, weights_of
@@ -66,26 +65,17 @@ def test_averaged_or_trained_weights_are_exported(tmp_path: Path) -> None:
     refuses(lambda: exported(plain, weights="averaged"), "no averaged weights", error=CheckpointError)
 
 
-class Tied(Net):
-    """Two of its blocks are one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2] = self.blocks[0]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Net, Tied])
-def test_checkpoints_in_shards_of_fsdp_are_exported(kind: type[Net], tmp_path: Path) -> None:
+def test_checkpoints_in_shards_of_fsdp_are_exported(tmp_path: Path) -> None:
     """A folder of two processes, and a file of safetensors that they write, hold the weights of the module."""
-    module, _ = fit(kind, fsdp(checkpoints="sharded"), 2, max_epochs=1, callbacks=[Saves(tmp_path)])
+    module, _ = fit(Net, fsdp(checkpoints="sharded"), 2, max_epochs=1, callbacks=[Saves(tmp_path)])
     assert (tmp_path / "x.ckpt" / "index.json").is_file()
     assert_same(exported(tmp_path / "x.ckpt"), module.state_dict())
     path = tmp_path / "x.safetensors"
     assert_same(read_weights(path), module.state_dict())
     # A run in shards begins with it as one on a single device does.
-    sharded, _ = fit(kind, fsdp(), 2, max_epochs=1, ckpt_path=path)
-    alone, _ = fit(kind, max_epochs=1, ckpt_path=path)
+    sharded, _ = fit(Net, fsdp(), 2, max_epochs=1, ckpt_path=path)
+    alone, _ = fit(Net, max_epochs=1, ckpt_path=path)
     assert_close(weights_of(sharded), weights_of(alone))
     assert not torch.equal(alone.first.weight, module.first.weight)
 
@@ -108,20 +98,6 @@ def test_a_folder_in_shards_is_exported(tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     refuses(lambda: export_weights(folder, tmp_path / "y"), "not what was written", error=CheckpointError)
     assert sorted(tmp_path.iterdir()) == files
-
-
-@pytest.mark.few_cases(1)
-@pytest.mark.parametrize("form", ["file", "folder"])
-def test_a_large_tensor_is_read_in_pieces(form: str, tmp_path: Path) -> None:
-    value = torch.arange(5 * 2**20, dtype=torch.float64).reshape(-1, 4)
-    if form == "file":
-        torch.save({"state_dict": {"a": value}}, tmp_path / "x.ckpt")
-    else:
-        save(tmp_path / "x.ckpt", {"a": value}, {"state_dict": {"a": make_placeholder(value, "a")}}, count=1)
-    with open_weights(tmp_path / "x.ckpt") as weights:
-        pieces = list(weights.pieces("a"))
-    assert [piece.nbytes // 2**20 for piece in pieces] == [16, 16, 8]
-    assert torch.equal(torch.cat(pieces).reshape(-1, 4), value)
 
 
 def test_a_damaged_file_leaves_nothing(tmp_path: Path) -> None:

@@ -51,19 +51,13 @@ def test_tensors_of_every_kind_are_read_back_from_several_files(tmp_path: Path) 
     assert all(Path(file).is_file() for file in result.files)
 
 
-def test_the_librarys_own_aliases_are_read(tmp_path: Path) -> None:
-    layer = nn.Linear(2, 2)
+def test_tied_weights_are_read_and_written_as_the_library_does(tmp_path: Path) -> None:
+    layer, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
     module = nn.ModuleDict({"a": layer, "b": layer})
-    safetensors.torch.save_model(module, str(tmp_path / "x.safetensors"))
-    assert_same(read_weights(tmp_path / "x.safetensors"), module.state_dict())
-
-
-def test_a_module_loads_what_the_library_reads(tmp_path: Path) -> None:
-    layer = nn.Linear(2, 2)
-    module = nn.ModuleDict({"a": layer, "b": layer})
-    export_weights(module, tmp_path / "x.safetensors")
-    fresh = nn.Linear(2, 2)
-    safetensors.torch.load_model(nn.ModuleDict({"a": fresh, "b": fresh}), tmp_path / "x.safetensors")
+    safetensors.torch.save_model(module, str(tmp_path / "theirs.safetensors"))
+    assert_same(read_weights(tmp_path / "theirs.safetensors"), module.state_dict())
+    export_weights(module, tmp_path / "ours.safetensors")
+    safetensors.torch.load_model(nn.ModuleDict({"a": fresh, "b": fresh}), tmp_path / "ours.safetensors")
     assert_same(fresh.state_dict(), layer.state_dict())
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -121,13 +122,21 @@ def test_every_replica_has_the_same() -> None:
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize(("device", "momentary"), [("cpu", 2 * 8 * 8 * 4), ("cuda", 2 * (8 * 8 + 8) * 4)])
-def test_the_memory_that_an_optimiser_needs_for_a_moment(device: str, momentary: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "together", "momentary"),
+    [("cpu", None, 2 * 8 * 8 * 4), ("cuda", None, 2 * (8 * 8 + 8) * 4), ("cuda", False, 2 * 8 * 8 * 4)],
+)
+def test_the_memory_that_an_optimiser_needs_for_a_moment(device: str, together: bool | None, momentary: int) -> None:
     """One parameter after the other needs as much as the largest of the stage, and all together as much as all."""
+
+    class Chosen(Step):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), foreach=together)
+
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8))
-    found = trace_step(lambda: Step(net), torch.rand(8, 8), StepSettings(device=device))
+    found = trace_step(lambda: Chosen(net), torch.rand(8, 8), StepSettings(device=device))
     strategy = PipelineStrategy(micro_batches=4, cut_before=["net.1"])
-    (plan,) = plan_strategies(found, Step(net), [strategy], [DEVICE] * 2, 8)
+    (plan,) = plan_strategies(found, Chosen(net), [strategy], [DEVICE] * 2, 8)
     # Weights, gradients and averages; the numbers of steps.
     resting = 4 * (8 * 8 + 8) * 4 + 2 * 4
     assert plan.devices[0].peak.phases["optimizer step"] == resting + momentary

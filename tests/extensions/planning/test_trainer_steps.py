@@ -44,9 +44,16 @@ def planned(
     **options: Any,
 ) -> list[int]:
     """The predicted peak of each device."""
-    prediction = trace_step(make, example, StepSettings(**options))
+    modules: list[Step] = []
+
+    def build() -> Step:
+        modules.append(make())
+        return modules[-1]
+
+    prediction = trace_step(build, example, StepSettings(**options))
     places = [PlannedDevice(name="cpu", kind="cpu", memory=2**40)] * devices
-    (plan,) = plan_strategies(prediction, make(), [strategy], places, batch_size)
+    # Callbacks have changed the module that was traced.
+    (plan,) = plan_strategies(prediction, modules[0], [strategy], places, batch_size)
     assert plan.reason is None
     return [device.peak.nbytes for device in plan.devices]
 

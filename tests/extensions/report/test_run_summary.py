@@ -215,15 +215,15 @@ class TestHistory:
         assert summary.history["late"] == {1.0: 100.0, 2.0: 101.0}
 
     def test_a_fit_resumed_within_an_epoch(self, plain: io.StringIO, clock: Clock, tmp_path: Path):
-        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-        options = {"max_epochs": 1, "enable_checkpointing": True, "enable_progress_bar": False}
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        options = {"max_epochs": 2, "enable_checkpointing": True, "enable_progress_bar": False}
         module = Small(step_of(clock, {"train": 0.5}))
         trainer(callbacks=[saving], **options).fit(module, loader(5, batch_size=4))
         run = trainer(callbacks=[RunSummary(), saving], **options)
-        run.fit(module, loader(5, batch_size=4), ckpt_path=tmp_path / "step=3.ckpt")
+        run.fit(module, loader(5, batch_size=4), ckpt_path=tmp_path / "step=8.ckpt")
         shown = rows(plain.getvalue())
         assert (shown["samples per second"], shown["time per epoch"]) == ("8", "1 s")
-        assert (shown["epochs"], shown["steps"]) == ("1", "5 (2 in this run)")
+        assert (shown["epochs"], shown["steps"]) == ("2 (1 in this run)", "10 (2 in this run)")
 
     def test_another_fit_with_the_same_callback_begins_anew(self):
         summary = RunSummary(table=False)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from equipoise.extensions.runs.command.page import runs_page
-from equipoise.extensions.runs.command.shown_runs import shown_runs
 from equipoise.extensions.runs.run import Run, Unreadable
 from tests.extensions.common.page.browser import after_script, needs_browser
 from tests.extensions.common.page.parsing import Element, check_closed, parse, sections
@@ -168,13 +167,6 @@ def test_names_are_short_and_differ():
     # The end of a path is as long as it must be.
     same_time = ("outputs/2026-02-01/10-00-00-123456", "others/2026-02-01/10-00-00-123456", "a/x", "b/x")
     assert names(*same_time) == [*same_time]
-
-
-def test_the_end_of_a_long_name_stays():
-    runs = [run(number, f"{'long-' * 9}{name}/seed-{number % 2}") for number, name in enumerate("aabb")]
-    names = page(*runs).one("table", "runs").all("span", "run-name")
-    assert [name.all("span")[-1].text for name in names] == ["/seed-0", "/seed-1", "/seed-0", "/seed-1"]
-    assert shown_runs(runs)[0].name_of(25) == "long-long-long-lo…/seed-0"
 
 
 def test_the_best_job_of_a_sweep_is_named_with_its_overrides():

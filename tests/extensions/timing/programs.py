@@ -1,6 +1,5 @@
 """Programs whose time passes by a clock that the tests set."""
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -113,6 +112,3 @@ def fit(
     run = trainer(callbacks=[*callbacks, times], **{"num_sanity_val_steps": 0, **options})
     run.fit(module, train, val)
     return times, run
-
-
-Planted = Callable[[Clock], tuple[StepTimes, Any]]

@@ -1,7 +1,5 @@
 """Runs whose batches have a budget of tokens equal a loop by hand, under every strategy, also after a kill."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from equipoise import (
 )
 from tests.extensions.tokens.sequences import mean_loss, model, padded, tokens
 from tests.support.equality import assert_equal
+from tests.support.resumption import Kill, Killed, SavesInHooks
 from tests.support.trainer_runs import trainer
 
 pytestmark = [
@@ -117,52 +116,6 @@ def test_micro_batches_after_an_error_of_memory_train_the_same_weights() -> None
     assert_equal(by_hand(2), list(module.state_dict().values()), 1e-12)
 
 
-class ByHand(Words):
-    """Optimises by itself: each process needs a batch in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.steps = 0
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.manual_backward(mean_loss(self.net, batch)[0])
-        optimizer: Any = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-        self.steps += 1
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_each_process_has_a_batch_in_every_step_by_hand() -> None:
-    data = loader()
-    # The last step has one batch, which three processes share.
-    assert len(data) % 3 == 1
-    module = ByHand()
-    trainer(max_epochs=1, strategy="ddp", devices=3).fit(module, data)
-    assert module.steps == len(data) // 3 + 1
-
-
-class Kills(L.Callback):
-    """Saves a checkpoint after a batch, and kills the last process after the next one."""
-
-    def __init__(self, folder: Path, epoch: int, batch: int) -> None:
-        self.folder = folder
-        self.epoch = epoch
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == self.epoch and batch_idx == self.batch:
-            trainer.save_checkpoint(self.folder / "saved.ckpt")
-        elif trainer.current_epoch == self.epoch and batch_idx > self.batch:
-            if trainer.world_size == 1:
-                raise KeyboardInterrupt
-            if trainer.global_rank == trainer.world_size - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "epoch"),
     [
@@ -175,10 +128,13 @@ class Kills(L.Callback):
 def test_killed_runs_continue(before: str, after: str, epoch: int, tmp_path: Path) -> None:
     """Within an epoch, also with another number of processes: the weights are those of an uninterrupted run."""
     batches_of_step, options = RUNS[before]
-    with pytest.raises((WorkerError, KeyboardInterrupt, SystemExit)):
-        trainer(max_epochs=EPOCHS, callbacks=[Kills(tmp_path, epoch, 3)], **options).fit(Words(), loader())
+    step = 4 + epoch * -(-len(loader()) // batches_of_step)
+    callbacks = [SavesInHooks(tmp_path, ["on_train_batch_end"], [step]), Kill("on_train_batch_start", step + 1)]
+    with pytest.raises((WorkerError, Killed)):
+        trainer(max_epochs=EPOCHS, callbacks=callbacks, **options).fit(Words(), loader())
+    (saved,) = tmp_path.glob("*.ckpt")
     module = Words()
-    trainer(max_epochs=EPOCHS, **RUNS[after][1]).fit(module, loader(), ckpt_path=tmp_path / "saved.ckpt")
+    trainer(max_epochs=EPOCHS, **RUNS[after][1]).fit(module, loader(), ckpt_path=saved)
     assert_equal(by_hand(batches_of_step), list(module.state_dict().values()), 1e-12)
 
 

@@ -143,6 +143,23 @@ def test_a_size_is_never_more_than_the_samples() -> None:
     assert module.batch_size == SAMPLES
 
 
+@pytest.mark.filterwarnings("ignore:An epoch of")
+def test_a_size_is_never_more_than_the_samples_of_the_longest_of_several_loaders(room: Any) -> None:
+    class Several(Sized):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch["long"], batch_idx) + super().training_step(batch["short"], batch_idx)
+
+        def train_dataloader(self) -> Any:
+            samples = torch.ones(64, FEATURES).double()
+            sets = {"long": TensorDataset(samples), "short": TensorDataset(samples[:16])}
+            return {name: DataLoader(each, self.batch_size) for name, each in sets.items()}
+
+    room(bytes_for(1024))
+    module = Several()
+    Trainer(**OPTIONS, callbacks=[BatchSizeFinder()]).fit(module)
+    assert module.batch_size == 64
+
+
 @pytest.mark.parametrize(("mode", "expected"), [("power", 32), ("binsearch", 40)])
 def test_a_predicted_size_that_does_not_fit_is_made_smaller(mode: str, expected: int, room: Any) -> None:
     room(bytes_for(70))

@@ -328,6 +328,23 @@ def test_finders_search_under_the_chosen_strategy(
     assert names == ["dp"]
 
 
+def test_it_is_chosen_by_the_next_fit_after_an_interrupt(
+    room: Any, told: list[str], prediction: MemoryPrediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room(peak_under(prediction, DDPStrategy()) - 1)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    trainer = Trainer(**OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy_choice, "read_ahead", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(Wide(), loader())
+    trainer.fit(Wide(), loader())
+    assert trainer.strategy.name == "dp"
+
+
 @pytest.mark.slow
 def test_devices_are_read_by_another_process() -> None:
     assert [device.name for device in describe_elsewhere(["cpu"])] == ["cpu"]

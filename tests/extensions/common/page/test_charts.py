@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.extensions.common.page.charts import Boundary, Line, Mark, line_chart
+from equipoise.extensions.common.page.charts import Boundary, Line, line_chart
 from equipoise.extensions.common.page.markup import section
 from equipoise.extensions.common.page.page import html_page, page_header
 from equipoise.extensions.common.page.scales import make_scale, thin
@@ -82,22 +82,15 @@ class TestFigure:
         assert len(line.attributes["data-x"].split()) <= 100
         assert len(line.all("circle")) == 1
 
-    def test_marks_stand_where_they_happened(self):
-        chart = figure((0, 0), (10, 1), marks=[Mark(x=2.5, style="e-leak", text="<grew>")])
-        mark = chart.one("g", "mark")
-        assert mark.one("line").attributes["x1"] == "25.00%"
-        assert mark.one("title").text == "<grew>"
-
     def test_boundaries_stand_where_a_part_ends_and_have_a_row_of_words(self):
         plain = figure((0, 0), (100, 1)).one("svg", "plot")
-        inside = Boundary(x=25, text="epoch <1>")
-        chart = figure((0, 0), (100, 1), boundaries=[inside, Boundary(x=101, text="epoch 2")])
+        outside = Boundary(x=101, text="epoch 2")
+        chart = figure((0, 0), (100, 1), boundaries=[Boundary(x=25, text="epoch <1>"), outside])
         (drawn,) = chart.all("g", "boundary")
         assert drawn.one("line").attributes["x1"] == "25.00%"
         assert drawn.one("text").text == "epoch <1>"
         picture = chart.one("svg", "plot")
         assert int(picture.attributes["height"]) > int(plain.attributes["height"])
-        assert picture.attributes["data-bottom"] == plain.attributes["data-bottom"] == "200"
 
     def test_steps_keep_all_their_digits(self):
         line = figure((999_998, 0), (999_999, 1), x="step").one("g", "line")

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from equipoise.extensions.comparison.savings import command as command_module
 from equipoise.extensions.comparison.savings.results import compare
 from equipoise.extensions.comparison.savings.savers import SAVERS, Saver
-from equipoise.extensions.planning.description.layers import repeated_blocks
 from tests.support.projects import project_in, write
 
 # A deep network whose activations, gradients and weights are of similar size.
@@ -166,8 +164,6 @@ def test_ctrl_c_keeps_what_is_done(deep: Path, equipoise: Any, monkeypatch: pyte
     [
         (("--timeout=0",), "--timeout takes seconds above 0"),
         (("--multirun",), "--json and --timeout=SECONDS, not --multirun"),
-        (("trainer.max_epoch=1",), "max_epochs"),
-        (("trainer.accumulate_grad_batches=0",), "accumulate_grad_batches must be an integer of at least 1"),
         (("strategy=ddp", "trainer.devices=2"), "add strategy=single_device"),
     ],
 )
@@ -207,13 +203,6 @@ def test_a_trial_that_takes_too_long_is_a_row(deep: Path, equipoise: Any, monkey
 
 
 # Parts.
-
-
-def test_repeated_blocks_are_found_by_their_structure() -> None:
-    encoder = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) for _ in range(3))
-    stem = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    assert repeated_blocks(nn.ModuleDict({"stem": stem, "encoder": encoder})) == ["encoder.*"]
-    assert repeated_blocks(nn.ModuleDict({"stem": stem})) == []
 
 
 @pytest.mark.parametrize(

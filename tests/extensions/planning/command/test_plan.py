@@ -109,18 +109,6 @@ def test_the_table_of_a_plan(net: Path, equipoise: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("without_processes")
-def test_the_planned_peak_is_the_measured_one(net: Path, equipoise: Any) -> None:
-    """Beside the measurement of `equipoise compare`."""
-    options = ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2")
-    arguments = ("--json", "trainer.devices=[cpu]", *options)
-    planned, measured = equipoise("plan", *arguments), equipoise("compare", "--steps=1", *arguments)
-    (device,) = json.loads(planned[1])["strategies"][0]["devices"]
-    (peak,) = json.loads(measured[1])["rows"][0]["peaks"].values()
-    assert device["peak"]["nbytes"] == pytest.approx(peak, rel=0.01)
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("without_processes")
 def test_divided_sequences_need_half_of_the_activations(net: Path, equipoise: Any) -> None:
     def planned(*overrides: str) -> Any:
         arguments = ("trainer.devices=2x24GiB", "strategy=fsdp", *overrides)
@@ -182,6 +170,17 @@ def test_frozen_weights_in_four_bits_help_if_nothing_fits(net: Path, equipoise: 
     code, out, err = equipoise("plan", "--json", *arguments, *fitting[0])
     assert code == 0, err
     assert fits(json.loads(out))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("without_processes")
+def test_a_step_that_cannot_be_traced_is_measured(net: Path, equipoise: Any) -> None:
+    code, out, err = equipoise("plan", "--json", "module.reads=true", "trainer.devices=24GiB")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["method"] == "measured"
+    assert plan["notes"][0].startswith("module.py:")
+    assert plan["notes"][0].endswith("so real steps were run.")
 
 
 @pytest.mark.usefixtures("without_processes")
