@@ -38,7 +38,7 @@ def module_of_all_kinds(seed: int = 0) -> nn.Module:
     root["a"].register_buffer("format", flat[10:20])
     root["a"].weight = nn.Parameter(torch.randn(5, generator=generator))
     root["ü"].tied = root["a"].weight
-    root["ü"].register_buffer("shared", root["a"].plain_int64)
+    root["ü"].register_buffer("shared", root["a"].get_buffer("plain_int64"))
     return root
 
 

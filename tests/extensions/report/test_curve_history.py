@@ -29,10 +29,11 @@ def by_step(summary: RunSummary) -> dict[str, dict[float, float]]:
 
 
 class Both(Small):
-    """Logs its loss for steps and for the epoch."""
+    """Logs its loss for steps and for the epoch, and a value that loggers do not receive."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
+        self.log("quiet", float(self.global_step), logger=False)
         return self.layer(batch[0]).square().mean()
 
 
@@ -58,21 +59,13 @@ class TestRecorded:
         }
         assert summary.recorded.epoch_ends() == {1: 7, 2: 15}
 
-    def test_a_value_of_both_has_a_curve_for_each(self):
-        curves = by_step(fit(Both(), loader(4), max_epochs=2, log_every_n_steps=2))
-        assert curves["loss_step"] == {1: 1, 3: 3, 5: 5, 7: 7}
-        assert curves["loss"] == {3: 1.5, 7: 5.5}
-        assert set(curves) == {"loss", "loss_step", "late"}
-
-    def test_what_loggers_are_not_handed_stands_at_the_end_of_its_epoch(self):
-        class Quiet(Small):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                self.log("quiet", float(self.global_step), logger=False)
-                return super().training_step(batch, batch_idx)
-
-        curves = by_step(fit(Quiet(), loader(4), max_epochs=2, log_every_n_steps=1))
-        assert curves["quiet"] == {3: 3, 7: 7}
-        assert list(curves["loss"]) == list(range(8))
+    def test_a_value_of_steps_and_epochs_has_a_curve_for_each_and_one_without_a_logger_stands_at_the_end(self):
+        assert by_step(fit(Both(), loader(4), max_epochs=2, log_every_n_steps=2)) == {
+            "loss_step": {1: 1, 3: 3, 5: 5, 7: 7},
+            "loss": {3: 1.5, 7: 5.5},
+            "late": {3: 100, 7: 101},
+            "quiet": {3: 3, 7: 7},
+        }
 
     def test_a_step_of_the_users_own_moves_no_curve(self):
         class OwnStep(Small):

@@ -1,4 +1,4 @@
-"""Language models of transformers: packed batches train the same weights, however they are divided."""
+"""Language models of transformers: padded and packed batches train the same weights, however they are divided."""
 
 from typing import Any
 
@@ -10,16 +10,24 @@ from torch.utils.data import DataLoader
 
 from equipoise import BalancedDataParallelStrategy, OOMRecovery, PackedCollate, TokenBatchSampler
 from tests.extensions.tokens.language_models import language_model, summed_loss
-from tests.extensions.tokens.sequences import tokens
+from tests.extensions.tokens.sequences import WORDS, tokens
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import trainer
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Batch .* ran out of memory"), pytest.mark.slow]
 
 LENGTHS = torch.randint(2, 40, (60,), generator=torch.Generator().manual_seed(5)).tolist()
 DATA = [{"input_ids": sample.tolist()} for sample in tokens(LENGTHS)]
+
+
+def padding() -> Any:
+    vocabulary = {f"word{number}": number for number in range(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="word1"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0")
+    return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
 
 class LanguageModel(L.LightningModule):
@@ -41,12 +49,15 @@ class LanguageModel(L.LightningModule):
 
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "ddp": (PackedCollate(), {"strategy": "ddp", "devices": 2}),
+    "one row": (PackedCollate, {"accumulate_grad_batches": 2}),
+    "FlashAttention's way": (lambda: PackedCollate(attention="positions"), {"accumulate_grad_batches": 2}),
+    "ddp": (PackedCollate, {"strategy": "ddp", "devices": 2}),
+    "ddp, padded": (padding, {"strategy": "ddp", "devices": 2}),
     "balanced": (
-        PackedCollate(40),
+        lambda: PackedCollate(40),
         {"strategy": BalancedDataParallelStrategy(), "devices": 2, "accumulate_grad_batches": 2},
     ),
-    "micro-batches": (PackedCollate(40), {"callbacks": [OOMRecovery()], "accumulate_grad_batches": 2, "most_rows": 2}),
+    "micro-batches": (lambda: PackedCollate(40), {"callbacks": [OOMRecovery()], "accumulate_grad_batches": 2}),
 }
 
 
@@ -58,9 +69,13 @@ def trained(collate: Any, most_rows: int = 1000, **options: Any) -> list[Tensor]
     return [parameter.detach() for parameter in module.parameters()]
 
 
+@pytest.fixture(scope="module")
+def padded_weights() -> list[Tensor]:
+    return trained(padding(), accumulate_grad_batches=2)
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_packed_batches_train_as_one_row(name: str) -> None:
-    """One row has the gradients of separate sequences: `test_packed_collate.py`."""
+def test_packed_batches_train_as_padded_ones(name: str, padded_weights: list[Tensor]) -> None:
     collate, options = RUNS[name]
-    one_row = trained(PackedCollate(attention="positions"), accumulate_grad_batches=2)
-    assert_equal(one_row, trained(collate, **options), 1e-10)
+    most_rows = 2 if name == "micro-batches" else 1000
+    assert_equal(padded_weights, trained(collate(), most_rows, **options), 1e-10)

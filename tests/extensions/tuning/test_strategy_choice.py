@@ -169,9 +169,10 @@ def test_frozen_weights_in_four_bits_are_proposed(room: Any, told: list[str]) ->
 def test_stages_need_automatic_optimisation(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
 
-    def noting(prediction: Any, module: Any, strategies: list[Strategy], *arguments: Any) -> list[StrategyPlan]:
-        planned.extend(strategy.name for strategy in strategies)
-        return plan_strategies(prediction, module, strategies, *arguments)
+    def noting(*arguments: Any) -> list[StrategyPlan]:
+        plans = plan_strategies(*arguments)
+        planned.extend(plan.strategy for plan in plans)
+        return plans
 
     room(1000)
     monkeypatch.setattr(strategy_choice, "plan_strategies", noting)
