@@ -71,7 +71,7 @@ def test_without_a_pipeline_there_is_no_section() -> None:
 
 
 def test_devices_with_several_stages_have_one_row_each() -> None:
-    """What is idle is told of devices."""
+    """Idle time is told of devices."""
     spans = tuple(span(stage, 0, stage, stage + 1.0) for stage in range(6))
     drawn = PipelineStep(timeline=Timeline(spans, 6, 3), devices=["cuda:0", "<b>"], schedule="looped_bfs")
     assert "looped_bfs, 6 stages on 2 devices, 1 micro-batch" in caption(drawn)
