@@ -214,6 +214,12 @@ class TestHistory:
         assert summary.history["loss"] == {1.0: 7.0, 2.0: 15.0}
         assert summary.history["late"] == {1.0: 100.0, 2.0: 101.0}
 
+    def test_epochs_without_validation_have_no_value_of_it(self):
+        summary = RunSummary(table=False)
+        fit([summary], loader(2), loader(1), max_epochs=4, check_val_every_n_epoch=2)
+        assert summary.history["val_loss"] == {2.0: 11.0, 4.0: 13.0}
+        assert list(summary.history["loss"]) == [1.0, 2.0, 3.0, 4.0]
+
     def test_a_fit_resumed_within_an_epoch(self, plain: io.StringIO, clock: Clock, tmp_path: Path):
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         options = {"max_epochs": 2, "enable_checkpointing": True, "enable_progress_bar": False}
