@@ -40,18 +40,6 @@ class Tasks(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class ByHand(Tasks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.balanced(batch))
-        optimizer.step()
-
-
 class Accumulated(Tasks):
     """Takes the norms from `.grad`."""
 
@@ -95,8 +83,3 @@ def test_gradients_of_a_part_of_the_batch_are_refused_in_a_step(strategy: Any) -
         with pytest.raises(StepError, match="was asked for gradients of parameters"):
             weights(kind, strategy, 2)
     assert_equal(weights(OfInputs), weights(OfInputs, strategy, 2), 1e-12)
-
-
-@pytest.mark.thorough
-def test_gradients_that_a_step_by_hand_takes_are_those_of_the_whole_batch() -> None:
-    assert_equal(weights(Tasks), weights(ByHand, DDPStrategy(), 2), 1e-12)

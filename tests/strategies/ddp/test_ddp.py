@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, default_collate
 
 from equipoise import ConfigurationError, DDPStrategy, StepError
 from equipoise.strategies.ddp.exchange import torch_engine
@@ -60,16 +59,6 @@ class ThawsInTheEpoch(Numbered):
             self.net[0].requires_grad_(True)
 
 
-class ThawsInTheSecondEpoch(Numbered):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        self.net[0].requires_grad_(self.current_epoch > 0)
-
-
 class GradientHook(Numbered):
     """Keeps half of a weight as it is, by a hook on its gradient."""
 
@@ -117,30 +106,16 @@ class SkipsAStep(Numbered):
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
-class SkipsAStepInOneProcess(Numbered):
-    """Returns None for the first batch of the second process."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        keep = (batch[2] != 1) & (batch[2] != 3)
-        return super().training_step([part[keep] for part in batch], batch_idx) if keep.any() else None
-
-
-@pytest.mark.thorough
-def test_a_process_whose_training_step_returns_none_takes_part_without_a_batch() -> None:
-    assert_trains_alike(SkipsAStepInOneProcess, count=8)
-
-
 KINDS = [
-    *(WithoutAGradientInSomeSteps, Grows, TwoBackwards, ThawsInTheEpoch, ThawsInTheSecondEpoch),
+    *(WithoutAGradientInSomeSteps, Grows, TwoBackwards, ThawsInTheEpoch),
     *(GradientHook, SkipsAStep),
 ]
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(6)
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize(
-    ("kind", "engine"), [(kind, ("torch", "native")[(i + j) % 2]) for j in (0, 1) for i, kind in enumerate(KINDS)]
-)
+@pytest.mark.parametrize("engine", ["torch", "native"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_module_trains_as_on_one_device(kind: type[Numbered], engine: Any) -> None:
     module = assert_trains_alike(kind, strategy=DDPStrategy(engine=engine))
     if kind is GradientHook:
@@ -156,9 +131,18 @@ class SomeSamples(Numbered):
         return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "loss_weight": int(keep.sum())}
 
 
+class SkipsAStepInOneProcess(SomeSamples):
+    """Returns None for that batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return output if output["loss_weight"] else None
+
+
 @pytest.mark.thorough
-def test_a_batch_of_one_process_without_any_weight_counts_for_nothing() -> None:
-    assert_trains_alike(SomeSamples, count=10)
+@pytest.mark.parametrize("kind", [SomeSamples, SkipsAStepInOneProcess])
+def test_a_batch_of_one_process_without_any_weight_or_loss_counts_for_nothing(kind: type[Numbered]) -> None:
+    assert_trains_alike(kind, count=10)
 
 
 class OnADevice(SkipsAStep):
@@ -193,30 +177,12 @@ def test_a_total_weight_that_the_host_can_know_without_the_device(skipped: tuple
     assert_trains_alike(OnADevice, skipped, masked, count=22)
 
 
-class InOrder(Sampler[int]):
-    """Eight samples in their order, which a sampler of torch's own would not keep."""
+class ConstantLoss(Numbered):
+    """Its loss is a constant for one sample."""
 
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Any:
-        return iter(range(8))
-
-
-class ConstantLoss(L.LightningModule):
-    """Its loss is a constant where a batch holds the sixth sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2)])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if 6.0 in batch.tolist():
-            return torch.zeros((), dtype=torch.float64, requires_grad=True)
-        return sum(self.weights) * batch.mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return torch.zeros_like(loss, requires_grad=True) if 5 in batch[2] else loss
 
 
 @pytest.mark.few_cases(2)
@@ -225,12 +191,11 @@ class ConstantLoss(L.LightningModule):
     [({}, 1), ({}, 2), ({"engine": "native"}, 2), ({"find_unused_parameters": True}, 1)],
 )
 def test_a_constant_loss_of_one_process_has_zero_gradients(options: dict[str, Any], window: int) -> None:
-    module, data = ConstantLoss(), torch.arange(8, dtype=torch.float64)
-    run = trainer(DDPStrategy(timeout=60.0, **options), accumulate_grad_batches=window, max_epochs=1)
-    run.fit(module, DataLoader(data, batch_size=1, sampler=InOrder()))
-    # The samples of all steps but the sixth, in steps of two.
-    expected = 1 - 0.01 * (sum(range(8)) - 6) / (2 * window)
-    assert [float(weight.detach()) for weight in module.weights] == pytest.approx([expected] * 2, rel=1e-12)
+    one, many = numbered(ConstantLoss), numbered(ConstantLoss)
+    trainer("single_device", 1, accumulate_grad_batches=2 * window).fit(one, DataLoader(Samples(8), batch_size=1))
+    strategy = DDPStrategy(timeout=60.0, **options)
+    trainer(strategy, accumulate_grad_batches=window).fit(many, DataLoader(Samples(8), batch_size=1))
+    assert_equal(one, many, 1e-12)
 
 
 class ByHand(Numbered):
@@ -301,8 +266,6 @@ class StepsInTheBackward(Numbered):
         (Unused, {}, 1, r"spare\.weight, spare\.bias.*find_unused_parameters=True"),
         (GrowsInTheStep, {}, 1, "gives the module a parameter that it trains"),
         (StepsInTheBackward, {"engine": "native"}, 1, "is stepped within a backward"),
-        (GrowsInTheStep, {"engine": "native"}, 1, "gives the module a parameter that it trains"),
-        (StepsInTheBackward, {}, 1, "is stepped within a backward"),
     ],
 )
 def test_gradients_that_are_not_exchanged_are_refused(

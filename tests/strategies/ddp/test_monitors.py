@@ -42,15 +42,11 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, An
 
 
 @pytest.mark.thorough
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_resumed_run_monitors_a_value_that_differs_between_processes_as_an_undisturbed_one(
-    tmp_path: Path, step: int
-) -> None:
+def test_a_resumed_run_monitors_a_value_that_differs_between_processes_as_an_undisturbed_one(tmp_path: Path) -> None:
     expected = fit(tmp_path / "whole", 6)
     assert expected["score"] > min(VALUES[0]), "the processes agree on every value"
-    fit(tmp_path / "parts", step)
-    assert fit(tmp_path / "parts", 6, tmp_path / "parts" / f"at-step={step}.ckpt") == expected
+    fit(tmp_path / "parts", 4)
+    assert fit(tmp_path / "parts", 6, tmp_path / "parts" / "at-step=4.ckpt") == expected
 
 
 class LogsInTheMainProcess(Small):
@@ -78,26 +74,12 @@ class LogsInTheMainProcess(Small):
 NAMES = ("step", "train end", "val", "val end", "val end without a flag")
 
 
-@pytest.fixture(scope="module")
-def kept_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], int]:
-    """The files that callbacks keep by values of the main process, and the epochs after which another one stopped."""
-    folder = tmp_path_factory.mktemp("alone")
-    keepers: list[Any] = [ModelCheckpoint(folder / name, "{epoch}", monitor=name) for name in NAMES]
-    keepers.append(ModelCheckpoint(folder / "steps", "{step}", monitor="step", every_n_train_steps=1))
+@pytest.mark.thorough
+def test_a_value_that_the_main_process_alone_logs_is_monitored(tmp_path: Path) -> None:
+    keepers: list[Any] = [ModelCheckpoint(tmp_path / name, "{epoch}", monitor=name) for name in NAMES]
+    keepers.append(ModelCheckpoint(tmp_path / "steps", "{step}", monitor="step", every_n_train_steps=1))
     run = trainer(callbacks=[*keepers, EarlyStopping("val end", patience=1)], max_epochs=4)
     run.fit(LogsInTheMainProcess(), loader(4, 1), loader(2, 1))
-    files = {path.name: sorted(file.name for file in path.iterdir()) for path in folder.iterdir()}
-    return files, run.current_epoch
-
-
-@pytest.mark.few_cases(4)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_value_that_the_main_process_alone_logs_is_monitored(name: str, kept_alone: Any) -> None:
-    files, epochs = kept_alone
-    assert files[name] == ["epoch=1.ckpt"]
-    assert epochs == 3
-
-
-def test_a_value_of_a_step_that_the_main_process_alone_logs(kept_alone: Any) -> None:
-    files, _ = kept_alone
-    assert files["steps"] == ["step=3.ckpt"]
+    files = {path.name: [file.name for file in path.iterdir()] for path in tmp_path.iterdir()}
+    assert files == {**{name: ["epoch=1.ckpt"] for name in NAMES}, "steps": ["step=3.ckpt"]}
+    assert run.current_epoch == 3

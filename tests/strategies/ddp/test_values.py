@@ -23,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 # Evaluations and predictions
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize(("count", "processes"), [(1, 3), (3, 2), (5, 3), (11, 2)])
+@pytest.mark.parametrize(("count", "processes"), [(1, 3), (3, 2), (11, 2)])
 def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None:
     module, loader = numbered(), DataLoader(Samples(count), batch_size=2)
     (expected,) = trainer("single_device", 1).validate(module, loader, verbose=False)
@@ -33,7 +33,6 @@ def test_evaluations_are_those_of_one_device(count: int, processes: int) -> None
     (actual,) = run.validate(module, loader, verbose=False)
     assert actual.keys() == expected.keys() == {"val_loss", "accuracy", "auroc"}
     assert actual == pytest.approx(expected, rel=1e-6)
-    assert run.callback_metrics["val_loss"] == pytest.approx(expected["val_loss"])
 
 
 @pytest.mark.few_cases(1)
@@ -45,14 +44,14 @@ def test_predictions_come_in_the_order_of_the_data(count: int) -> None:
 
 
 def test_a_distributed_sampler_of_the_users_own_in_an_evaluation() -> None:
-    class Data(L.LightningDataModule):
+    class Divides(Numbered):
         def val_dataloader(self) -> Any:
             sampler: Any = DistributedSampler(range(8), 2, self.trainer.global_rank, shuffle=False)
             return DataLoader(Samples(8), batch_size=2, sampler=sampler)
 
-    module = numbered()
+    module = numbered(Divides)
     expected = trainer("single_device", 1).validate(module, DataLoader(Samples(8), batch_size=2), verbose=False)
-    assert trainer().validate(module, datamodule=Data(), verbose=False)[0] == pytest.approx(expected[0], rel=1e-6)
+    assert trainer().validate(module, verbose=False)[0] == pytest.approx(expected[0], rel=1e-6)
 
 
 class Collects(L.LightningModule):
@@ -78,7 +77,7 @@ class Collects(L.LightningModule):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.filterwarnings("ignore:The val loader shuffles")
-@pytest.mark.parametrize(("devices", "samples", "shuffle"), [(2, 2, False), (2, 5, True), (3, 4, False)])
+@pytest.mark.parametrize(("devices", "samples", "shuffle"), [(2, 5, True), (3, 4, False)])
 def test_an_evaluation_with_fewer_batches_than_processes_repeats_no_sample(
     devices: int, samples: int, shuffle: bool
 ) -> None:
@@ -88,40 +87,33 @@ def test_an_evaluation_with_fewer_batches_than_processes_repeats_no_sample(
     assert values == pytest.approx({"value": float(data.mean()), "metric": float(data.mean())}, rel=1e-12)
 
 
-LIMITS = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
-
-
 @pytest.mark.thorough
 def test_limits_of_evaluations_are_of_all_processes_together_and_batches_stay_whole() -> None:
     class Keeps(Collects):
-        on_validation_epoch_end = L.LightningModule.on_validation_epoch_end
+        def on_validation_epoch_end(self) -> None:
+            pass
 
         test_step = Collects.validation_step
 
-    data, run = torch.arange(8, dtype=torch.float64), trainer(**dict.fromkeys(LIMITS, 1))
+    data, run = torch.arange(8, dtype=torch.float64), trainer(limit_val_batches=1, limit_test_batches=1)
     for evaluate in (run.validate, run.test):
         (values,) = evaluate(Keeps(), DataLoader(data, batch_size=4), verbose=False)
         assert values["value"] == pytest.approx(1.5, rel=1e-12)
     for size in (4, 8):
-        predictions = run.predict(Keeps(), DataLoader(data, batch_size=size))
-        assert predictions is not None
-        assert [len(batch) for batch in predictions] == [size]
+        predictions = trainer(limit_predict_batches=1).predict(Keeps(), DataLoader(data, batch_size=size))
+        assert [len(batch) for batch in predictions or []] == [size]
 
 
 def test_all_gather_in_an_evaluation_step_receives_whole_batches() -> None:
     """As many are dealt to each process, since their number is a multiple of the processes."""
 
-    class Gathers(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sums: list[list[float]] = []
-
+    class Gathers(Collects):
         def test_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.sums.append(self.all_gather(batch.sum()).tolist())
+            self.kept.append(self.all_gather(batch.sum()))
 
     module = Gathers()
     trainer().test(module, DataLoader(torch.arange(11.0), batch_size=3), verbose=False)
-    assert module.sums == [[0 + 1 + 2, 3 + 4 + 5], [6 + 7 + 8, 9 + 10]]
+    assert [sums.tolist() for sums in module.kept] == [[0 + 1 + 2, 3 + 4 + 5], [6 + 7 + 8, 9 + 10]]
 
 
 # Batch statistics
@@ -153,33 +145,25 @@ def test_batch_statistics_are_the_same_in_all_processes_and_in_the_module_that_c
 # Logged values
 
 
+class LogsSums(Numbered):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("synced", float(batch[2].sum()), sync_dist=True, reduce_fx="sum", on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("checked", batch[2].double().mean(), on_step=True, on_epoch=True, sync_dist=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["torch", "native"])
 def test_a_process_without_a_batch_saves_stops_and_logs_with_the_others(engine: Any, tmp_path: Path) -> None:
-    class Logs(Numbered):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("synced", float(batch[2].sum()), sync_dist=True, reduce_fx="sum", on_epoch=False)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("checked", batch[2].double().mean(), on_step=True, on_epoch=True, sync_dist=True)
-
-    run = trainer(
-        DDPStrategy(engine=engine),
-        callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)],
-        enable_checkpointing=True,
-        max_time="00:01:00:00",
-        logger=(logger := CSVLogger(tmp_path, version=0)),
-        log_every_n_steps=1,
-        max_epochs=1,
-    )
-    run.fit(Logs(), DataLoader(Samples(9), batch_size=2), DataLoader(Samples(5), batch_size=2))
-    assert run.global_step == 3
-    assert len(list(tmp_path.glob("*.ckpt"))) == 3
+    options = {"callbacks": [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)], "max_epochs": 1}
+    options |= {"enable_checkpointing": True, "max_time": "00:01:00:00", "log_every_n_steps": 1}
+    run = trainer(DDPStrategy(engine=engine), logger=CSVLogger(tmp_path, version=0), **options)
+    run.fit(LogsSums(), DataLoader(Samples(9), batch_size=2), DataLoader(Samples(5), batch_size=2))
+    assert run.global_step == len(list(tmp_path.glob("*.ckpt"))) == 3
     assert run.callback_metrics["checked"] == 2
-    assert Path(run.log_dir) == Path(logger.log_dir)
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
+    with open(Path(run.log_dir) / "metrics.csv") as file:
         rows = [row["synced"] for row in csv.DictReader(file) if row["synced"]]
     assert [float(row) for row in rows] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8]
 
@@ -193,27 +177,6 @@ def test_an_average_of_the_weights_is_updated_in_a_process_without_a_batch() -> 
         run.fit(numbered(), DataLoader(Samples(9), batch_size=batch_size), DataLoader(Samples(4), batch_size=2))
         values.append(float(run.callback_metrics["val_loss"]))
     assert values[0] == pytest.approx(values[1], rel=1e-6)
-
-
-class AveragesStatistics(Normalised):
-    """Notes the averaged statistics of each process before a validation, and those with which it computes."""
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        (average,) = self.trainer.callbacks
-        self.own = average._average_model.module.net[1].running_mean.tolist()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        statistics = (self.own, self.net[1].running_mean.tolist())
-        self.own_means, self.validated_means = zip(*self.trainer.strategy.gather_objects(statistics), strict=True)
-
-
-@pytest.mark.thorough
-def test_buffers_of_an_average_are_those_of_the_first_process() -> None:
-    module, average = numbered(AveragesStatistics), EMAWeightAveraging(decay=0.5, use_buffers=True)
-    run = trainer(callbacks=[average], max_epochs=1, num_sanity_val_steps=0)
-    run.fit(module, DataLoader(Samples(16), batch_size=2), DataLoader(Samples(4), batch_size=2))
-    assert module.own_means[0] != module.own_means[1]
-    assert module.validated_means == (module.own_means[0],) * 2
 
 
 class LogsApart(Numbered):
@@ -321,12 +284,10 @@ class Listed(Numbered):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("count", "processes"), [(5, 2), (1, 3), (9, 2)])
+@pytest.mark.parametrize(("count", "processes"), [(5, 2), (1, 3)])
 def test_lists_of_a_metric_are_of_unequal_lengths(count: int, processes: int) -> None:
     """Batches of two: the processes have unequal numbers of them."""
     data = DataLoader(Samples(count), batch_size=2)
-    one, many = (
-        run.validate(numbered(Listed), data, verbose=False)[0]["of_all"]
-        for run in (trainer("single_device", 1), trainer("ddp", processes))
-    )
-    assert many == pytest.approx(one, rel=1e-12)
+    (one,) = trainer("single_device", 1).validate(numbered(Listed), data, verbose=False)
+    (many,) = trainer("ddp", processes).validate(numbered(Listed), data, verbose=False)
+    assert many["of_all"] == pytest.approx(one["of_all"], rel=1e-12)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from equipoise import HogwildStrategy, PipelineStrategy
 from equipoise.errors import StepError
@@ -42,9 +42,8 @@ class Module(L.LightningModule):
     predict_dataloader = own_loader
 
     def loss(self, batch: Any) -> Tensor:
-        if isinstance(batch, dict):
-            losses = [self.loss(part) for part in batch.values() if part is not None]
-            return torch.stack(losses).mean()
+        if isinstance(batch, dict):  # of combined loaders
+            batch = torch.cat([part for part in batch.values() if part is not None])
         return self.net(batch).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -53,8 +52,7 @@ class Module(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("value", self.loss(batch), sync_dist=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("value", self.loss(batch), sync_dist=True)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch)
@@ -158,40 +156,15 @@ def test_different_loaders_that_the_trainer_divides_are_warned_of() -> None:
 
 
 class Counting(Module):
-    """Counts the batches that the main process reads; its data set may change with the epochs."""
-
-    lengths: tuple[int, ...] = ()
+    """Counts the batches that the main process reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read = 0
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        if self.lengths:
-            return DataLoader(Changing(self.lengths), batch_size=None)
-        return self.own_loader()
-
-    def on_train_epoch_start(self) -> None:
-        if self.lengths:
-            self.trainer.train_dataloader.dataset.epoch = self.current_epoch
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.read += 1
         return super().training_step(batch, batch_idx)
-
-
-class Changing(Dataset[Tensor]):
-    """Another number of batches in each epoch."""
-
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self.lengths = lengths
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return self.lengths[self.epoch]
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((1, 3), float(index))
 
 
 @pytest.mark.few_cases(1)
@@ -204,14 +177,6 @@ def test_a_fraction_as_limit_is_that_of_each_process(limit: float, read: int, st
     assert (module.read, fit.global_step) == (2 * read, 2 * steps)
 
 
-def test_a_data_set_that_changes_between_epochs() -> None:
-    module = Counting()
-    module.lengths = (4, 2, 5)
-    fit = run(strategy="ddp", use_distributed_sampler=False, limit_val_batches=0, max_epochs=3)
-    fit.fit(module)
-    assert module.read == fit.global_step == 4 + 2 + 5
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("empty", [0, 1])
 def test_evaluations_in_which_one_process_has_no_batch(empty: int) -> None:
@@ -220,14 +185,13 @@ def test_evaluations_in_which_one_process_has_no_batch(empty: int) -> None:
             count = 0 if self.trainer.global_rank == empty else 5
             return DataLoader(torch.arange(3.0 * count).reshape(count, 3), batch_size=2)
 
-        val_dataloader = test_dataloader = predict_dataloader = own_loader
+        val_dataloader = predict_dataloader = own_loader
 
     module = OneEmpty()
     fit = run(strategy="ddp", use_distributed_sampler=False)
     data = DataLoader(torch.arange(15.0).reshape(5, 3), batch_size=2)
     (expected,) = trainer().validate(module, data, verbose=False)
     assert fit.validate(module, verbose=False)[0] == pytest.approx(expected)
-    assert fit.test(module, verbose=False)[0] == pytest.approx(expected)
     assert torch.equal(torch.cat(fit.predict(module)), torch.cat(trainer().predict(module, data)))
 
 
@@ -240,25 +204,41 @@ def test_combined_loaders_end_together_in_all_processes(mode: Any, steps: int) -
     assert fit.global_step == steps
 
 
-@pytest.mark.parametrize("length", [6, 18])
-def test_a_sampler_whose_length_is_another_than_what_it_draws(length: int) -> None:
+class Promising(DataLoader[Any]):
+    """Promises seven batches, whatever there is."""
+
+    def __len__(self) -> int:
+        return 7
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(torch.rand(12, 3), 2, sampler=Wrong(6)),
+        DataLoader(torch.rand(12, 3), 2, sampler=Wrong(18)),
+        DataLoader(torch.rand(12, 3), batch_sampler=BatchSampler(Wrong(18), 2, False)),
+        Promising(torch.rand(12, 3), 2),
+    ],
+    ids=["fewer", "more", "a batch sampler", "a loader"],
+)
+def test_a_source_whose_length_is_another_than_what_it_draws(loader: Any) -> None:
     fit = run(strategy="ddp")
-    fit.fit(Module(), DataLoader(torch.rand(12, 3), 2, sampler=Wrong(length)))
+    fit.fit(Module(), loader)
     assert fit.global_step == 2 * 3
 
 
 class EndsEarly(Module):
     """Ends the epoch before its sixth batch, or training after it; only the first process has one."""
 
-    def __init__(self, is_stream: bool, skips: bool) -> None:
+    def __init__(self, *, skips: bool) -> None:
         super().__init__()
-        self.is_stream = is_stream
         self.skips = skips
 
     def train_dataloader(self) -> DataLoader[Any]:
-        if self.is_stream:
-            return DataLoader(Unequal(), 1)
-        return DataLoader(torch.rand(4 if self.trainer.global_rank else 9, 3), 1)
+        samples = torch.rand(4 if self.trainer.global_rank else 9, 3)
+        # The one has a length, the other has none.
+        return DataLoader(Unequal(), 1) if self.skips else DataLoader(samples, 1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.skips and batch_idx == 5 else None
@@ -268,14 +248,10 @@ class EndsEarly(Module):
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize(
-    ("strategy", "skips", "steps", "is_stream"), [("ddp", True, 10, True), ("fsdp", False, 6, False)]
-)
-def test_one_process_ends_the_epoch_or_training_for_all(
-    strategy: str, skips: bool, steps: int, is_stream: bool
-) -> None:
+@pytest.mark.parametrize(("strategy", "skips", "steps"), [("ddp", True, 10), ("fsdp", False, 6)])
+def test_one_process_ends_the_epoch_or_training_for_all(strategy: str, skips: bool, steps: int) -> None:
     fit = run(strategy=strategy, use_distributed_sampler=False)
-    fit.fit(EndsEarly(is_stream, skips))
+    fit.fit(EndsEarly(skips=skips))
     assert fit.global_step == steps
 
 
@@ -291,11 +267,11 @@ def test_a_hook_that_saves_in_one_process_alone_says_so(fires: bool, tmp_path: P
     callback.fires_without_batch = fires  # type: ignore[attr-defined]
     fit = run(strategy="ddp", callbacks=[callback], default_root_dir=tmp_path, use_distributed_sampler=False)
     if fires:
-        fit.fit(EndsEarly(is_stream=True, skips=True))
+        fit.fit(EndsEarly(skips=True))
         assert torch.load(tmp_path / "own.ckpt")["global_step"] == 10
     else:
         with pytest.raises(StepError, match="fires_without_batch"):
-            fit.fit(EndsEarly(is_stream=True, skips=True))
+            fit.fit(EndsEarly(skips=True))
 
 
 @pytest.mark.few_cases(2)

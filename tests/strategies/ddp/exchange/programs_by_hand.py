@@ -67,12 +67,6 @@ def two_backwards(self: ByHand, batch: Any, batch_idx: int) -> None:
     self.net[0].weight.square().sum().backward()
 
 
-def clipped(self: ByHand, batch: Any, batch_idx: int) -> None:
-    gradients = grad(self.loss(batch), self.weights)
-    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-    assign(self.weights, [gradient * (0.05 / norm) for gradient in gradients])
-
-
 def clipped_by_torch(self: ByHand, batch: Any, batch_idx: int) -> None:
     torch.autograd.backward([self.loss(batch)])
     nn.utils.clip_grad_norm_(self.parameters(), 0.05)
@@ -83,12 +77,6 @@ def penalty(self: ByHand, batch: Any, batch_idx: int) -> None:
     loss = self.loss(batch)
     gradients = grad(loss, self.weights, create_graph=True)
     (loss + 0.3 * sum(gradient.square().sum() for gradient in gradients).sqrt()).backward()
-
-
-def third_order(self: ByHand, batch: Any, batch_idx: int) -> None:
-    first = grad(self.loss(batch), self.weights, create_graph=True)
-    second = grad(sum(g.square().sum() for g in first), self.weights, create_graph=True)
-    assign(self.weights, grad(0.01 * sum(g.square().sum() for g in second), self.weights))
 
 
 def with_graph(self: ByHand, batch: Any, batch_idx: int) -> None:
@@ -102,20 +90,22 @@ def with_graph(self: ByHand, batch: Any, batch_idx: int) -> None:
 
 def one_inner_step(self: ByHand, batch: Any, batch_idx: int) -> None:
     """The step looks ahead by two steps with graphs, and each time at all samples."""
-    weights = dict(self.net.named_parameters())
+
+    def errors() -> Tensor:
+        return torch.func.functional_call(self.net, weights, (batch[0],)) - batch[1]
+
+    weights: dict[str, Tensor] = dict(self.net.named_parameters())
     for _ in range(2):
-        made = torch.func.functional_call(self.net, weights, (batch[0],))
-        inner = grad((made - batch[1]).square().mean(), list(weights.values()), create_graph=True)
+        inner = grad(errors().square().mean(), list(weights.values()), create_graph=True)
         weights = {name: weight - 0.3 * g for (name, weight), g in zip(weights.items(), inner, strict=True)}
-    made = torch.func.functional_call(self.net, weights, (batch[0],))
-    (made - batch[1]).abs().mean().backward()
+    errors().abs().mean().backward()
 
 
 def surgery(self: ByHand, batch: Any, batch_idx: int) -> None:
     """Two tasks, of whose gradients one is projected."""
-    made = self.net(batch[0])
-    one = grad((made - batch[1])[:, 0].square().mean(), self.weights, retain_graph=True, allow_unused=True)
-    two = grad((made - batch[1])[:, 1].sin().mean(), self.weights, allow_unused=True)
+    first, second = (self.net(batch[0]) - batch[1]).unbind(1)
+    one = grad(first.square().mean(), self.weights, retain_graph=True)
+    two = grad(second.sin().mean(), self.weights)
     product = sum((a * b).sum() for a, b in zip(one, two, strict=True))
     size = sum(b.square().sum() for b in two)
     assign(self.weights, [a - product.clamp(max=0) / size * b + b for a, b in zip(one, two, strict=True)])
@@ -130,16 +120,14 @@ def sharpness(self: ByHand, batch: Any, batch_idx: int) -> None:
     """Gradients where the loss is larger; those of before are kept without a copy."""
     self.loss(batch).backward()
     before = [parameter.grad for parameter in self.weights]
-    norm = torch.stack([gradient.norm() for gradient in before]).norm()
     with torch.no_grad():
-        for parameter, gradient in zip(self.weights, before, strict=True):
-            parameter.add_(gradient, alpha=0.1 / norm)
+        torch._foreach_add_(self.weights, before, alpha=0.1)
     self.zero_grad()
     self.loss(batch).backward()
     with torch.no_grad():
-        for parameter, gradient in zip(self.weights, before, strict=True):
-            parameter.sub_(gradient, alpha=0.1 / norm)
-            parameter.grad = parameter.grad + 0.5 * gradient
+        torch._foreach_sub_(self.weights, before, alpha=0.1)
+    for parameter, gradient in zip(self.weights, before, strict=True):
+        parameter.grad = parameter.grad + 0.5 * gradient
 
 
 def penalised_inputs(self: ByHand, batch: Any, batch_idx: int) -> None:
@@ -157,11 +145,9 @@ def clipped_samples(self: ByHand, batch: Any, batch_idx: int) -> None:
 
     weights = dict(self.net.named_parameters())
     of_samples = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, batch[0], batch[1]).values()
-    norms = torch.stack([each.flatten(1).norm(dim=1) for each in of_samples]).norm(dim=0)
-    scales = (0.5 / norms).clamp(max=1)
-    sums = [torch.tensordot(scales, each, 1) for each in of_samples]
+    clipped = [each.clamp(-0.1, 0.1).sum(0) for each in of_samples]
     *totals, count = (
-        self.all_gather(each).reshape(-1, *each.shape).sum(0) for each in (*sums, torch.tensor(float(len(scales))))
+        self.all_gather(each).reshape(-1, *each.shape).sum(0) for each in (*clipped, torch.tensor(float(len(batch[0]))))
     )
     assign(self.weights, [total / count for total in totals])
 
@@ -175,22 +161,14 @@ def inputs_alone(self: ByHand, batch: Any, batch_idx: int) -> None:
     self.loss(batch).backward(inputs=self.weights[:2])
 
 
-def changed_by_hand(self: ByHand, batch: Any, batch_idx: int) -> None:
-    self.loss(batch).backward()
-    for parameter in self.weights:
-        parameter.grad = parameter.grad.sign() * parameter.grad.abs().sqrt()
-
-
 step_of(
     plain=lambda self, batch, batch_idx: self.loss(batch).backward(),
     manual=lambda self, batch, batch_idx: self.manual_backward(self.loss(batch)),
     function=lambda self, batch, batch_idx: torch.autograd.backward(self.loss(batch)),
     assigned=lambda self, batch, batch_idx: assign(self.weights, grad(self.loss(batch), self.weights)),
     two_backwards=two_backwards,
-    clipped=clipped,
     clipped_by_torch=clipped_by_torch,
     penalty=penalty,
-    third_order=third_order,
     with_graph=with_graph,
     weights_of_inner_steps_as_in_maml=one_inner_step,
     surgery=surgery,
@@ -200,7 +178,6 @@ step_of(
     clipped_samples=clipped_samples,
     checkpointed=checkpointed,
     inputs_alone=inputs_alone,
-    changed_by_hand=changed_by_hand,
 )
 
 
@@ -250,21 +227,6 @@ class Adversaries(ByHand):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), 0.1), torch.optim.Adam(self.other.parameters(), 0.01)
-
-
-@program
-class Truncated(ByHand):
-    """A step of the optimiser for each part of a sequence."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        state = torch.zeros_like(batch[0])
-        for _ in range(3):
-            state = torch.tanh(self.net(state.detach() + batch[0])).repeat(1, 2)
-            loss = (state[:, :2] - batch[1]).square().mean()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
 
 
 @program

@@ -29,7 +29,7 @@ def weights_of(make: type[ByHand], strategy: Any, processes: int, count: int, ba
     return [parameter.detach() for parameter in module.parameters()]
 
 
-IN_THREE_PROCESSES = ("plain", "assigned", "penalty", "sharpness", "unused", "Limited", "Adversaries", "Truncated")
+IN_THREE_PROCESSES = ("plain", "assigned", "penalty", "sharpness", "unused", "Limited", "Adversaries")
 
 
 def assert_as_on_one_device(name: str, processes: int) -> None:
@@ -66,24 +66,21 @@ def test_a_step_by_hand_without_a_backward_in_one_process_joins_the_others() -> 
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.parametrize("name", ["plain", "clipped", "penalty", "sharpness", "Limited"])
+@pytest.mark.parametrize("name", ["penalty", "sharpness", "Limited"])
 def test_a_process_counts_as_much_as_it_has_samples(name: str) -> None:
     one = weights_of(PROGRAMS[name], "single_device", 1, 16, 6)
     assert_equal(one, weights_of(PROGRAMS[name], DDPStrategy(shares=[1, 2]), 2, 16, 3), 1e-12)
 
 
 class Adapts(ByHand):
-    """Takes steps in its evaluation too, where processes have other numbers of batches."""
+    """Takes gradients in its evaluation too, where processes have other numbers of batches."""
 
     def gradients(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch).backward()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            x = batch[0].clone().requires_grad_()
-            optimizer = torch.optim.SGD([x], lr=0.1)
-            self.loss((x, batch[1].clone())).backward()
-            optimizer.step()
+            self.loss([tensor.clone() for tensor in batch]).backward()
         self.zero_grad()
 
 
@@ -154,7 +151,7 @@ def caught(self: ByHand, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and self.global_rank:
             raise ValueError("on purpose")
 
-    loss = (self.net(batch[0]) - batch[1]).square().mean()
+    loss = self.loss(batch)
     self.net[0].weight.register_hook(fails)
     with contextlib.suppress(ValueError):
         loss.backward()

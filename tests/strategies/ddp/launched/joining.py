@@ -17,7 +17,7 @@ import json, sys
 import lightning as L, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from equipoise import PipelineStrategy, Trainer
+from equipoise import Trainer
 
 class Module(L.LightningModule):
     def __init__(self):
@@ -33,16 +33,12 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 folder, said = sys.argv[1], json.loads(sys.argv[2])
-if said.get("strategy") == "pipeline":
-    said["strategy"] = PipelineStrategy(engine="processes", micro_batches=2)
 torch.manual_seed(0)
 module, data = Module(), TensorDataset(torch.randn(13, 3))
 trainer = Trainer(**said, accelerator="cpu", max_epochs=2, logger=False,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                   precision="64-true")
-is_divided = type(trainer.connected_strategy).__name__ == "DDPStrategy"
-whole = DataLoader(data, batch_size=4 // trainer.world_size if is_divided else 4)
-trainer.fit(module, whole, DataLoader(data, batch_size=4))
+trainer.fit(module, DataLoader(data, batch_size=4 // trainer.world_size), DataLoader(data, batch_size=4))
 val = float(trainer.callback_metrics["val"])
 predicted = torch.cat(trainer.predict(module, DataLoader(data, batch_size=4))).tolist()
 result = {"weights": [weight.tolist() for weight in module.parameters()], "val": val, "predicted": predicted,
@@ -72,12 +68,11 @@ def alone(folder: Path) -> Any:
     return results(folder)[0]
 
 
-def check(folder: Path, machines: int = 1, strategy: str = "DDPStrategy") -> None:
+def check(folder: Path, machines: int = 1) -> None:
     """See that both processes end with the same module and results, those of one device."""
     found, expected = results(folder), alone(folder)
     assert sorted(found) == [0, 1]
     for result in found.values():
         numbers = {name: expected[name] for name in ("weights", "val", "predicted")}
-        world = 2 if strategy == "DDPStrategy" else 1  # of replicas: a pipeline is one of them
-        place = {"rank": result["rank"], "world": world, "machines": machines, "strategy": strategy}
+        place = {"rank": result["rank"], "world": 2, "machines": machines, "strategy": "DDPStrategy"}
         assert_equal({**numbers, **place}, result, 1e-12)

@@ -30,7 +30,7 @@ def test_a_killed_run_started_again_continues_with_its_newest_checkpoint_as_if_u
     resumed = train(tmp_path, rank, STEPS * epoch + batch, **options, seed=99)  # nothing depends on how it is built
     steps_before = epoch * -(-STEPS // accumulate) + batch // accumulate
     assert resumed.began_at == steps_before - steps_before % 2
-    assert_as_undisturbed(tmp_path / "undisturbed", resumed.state_dict(), resumed.seen_by_all, **options)
+    assert_as_undisturbed(tmp_path / "undisturbed", resumed.state_dict(), **options)
 
 
 SCRIPT = """
@@ -42,8 +42,7 @@ from tests.strategies.ddp.launched.killed_runs import STEPS, train
 folder = Path(sys.argv[1])
 module = train(folder, 1, STEPS + 3)
 if module.global_rank == 0:
-    result = {"state": module.state_dict(), "seen": module.seen_by_all, "began_at": module.began_at}
-    torch.save(result, folder / "result.pt")
+    torch.save({"state": module.state_dict(), "began_at": module.began_at}, folder / "result.pt")
 """
 
 
@@ -57,4 +56,4 @@ def test_torchrun_starts_killed_processes_anew(tmp_path: Path, monkeypatch: pyte
     assert marker.exists(), "nobody was killed"
     result = torch.load(tmp_path / "result.pt", weights_only=True)
     assert result["began_at"] == STEPS + 3
-    assert_as_undisturbed(tmp_path / "undisturbed", result["state"], result["seen"])
+    assert_as_undisturbed(tmp_path / "undisturbed", result["state"])

@@ -112,31 +112,3 @@ def test_a_sigterm_ends_a_program_whose_processes_hang() -> None:
     assert "in hang" in told
     _, alive = psutil.wait_procs(others, timeout=600)
     assert not alive
-
-
-HANDLER = """
-import os, signal, threading
-from equipoise.parallel.workers.launch import launch
-
-def work(rank):
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    os.write(1, b"here\\n")
-    while not asked.wait(1):
-        pass
-
-signal.signal(signal.SIGTERM, lambda *_: print("the program's handler", flush=True))
-launch(work, 2)
-"""
-
-
-@pytest.mark.slow
-def test_a_sigterm_reaches_the_programs_own_handler_as_well() -> None:
-    with Program(HANDLER, starts_workers=True) as program:
-        wait_for_workers(program)
-        others = psutil.Process(program.pid).children(recursive=True)
-        program.send_signal(signal.SIGTERM)
-        told, errors = program.finish()
-        assert (told, program.returncode) == ("the program's handler\n", 0), errors
-    _, alive = psutil.wait_procs(others, timeout=600)
-    assert not alive, "a worker is left"
