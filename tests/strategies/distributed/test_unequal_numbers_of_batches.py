@@ -107,11 +107,11 @@ class ShuffledStream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
         order = random.sample(range(8), 8)
-        return (torch.tensor([number]) for number in order[rank::count])
+        return (torch.tensor(number) for number in order[rank::count])
 
 
 class Noting(L.LightningModule):
-    """Notes the samples of all processes, and draws numbers of each."""
+    """Notes the samples of all processes, and a random number of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,13 +120,11 @@ class Noting(L.LightningModule):
         self.noise: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (number,) = batch[0] if isinstance(batch, list) else batch
-        self.seen += self.all_gather(number).flatten().tolist()
+        self.seen += self.all_gather(batch).flatten().tolist()
         self.noise += self.all_gather(torch.rand(())).tolist()
-        return self.weight * number.sum()
+        return self.weight * batch.sum()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    configure_optimizers = Module.configure_optimizers
 
 
 def run(**options: Any) -> Any:
@@ -275,12 +273,13 @@ def test_a_hook_that_saves_in_one_process_alone_says_so(fires: bool, tmp_path: P
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.parametrize("kind", ["sampler", "stream", "stream with workers"])
-def test_processes_draw_one_order_and_other_noise_where_a_source_deals_samples_at_random(kind: str) -> None:
+@pytest.mark.parametrize(
+    "loader",
+    [DataLoader(torch.arange(8), 1, sampler=EveryOther()), DataLoader(ShuffledStream(), 1, num_workers=1)],
+    ids=["sampler", "stream with workers"],
+)
+def test_processes_draw_one_order_and_other_noise_where_a_source_deals_samples_at_random(loader: Any) -> None:
     L.seed_everything(5, verbose=False)
-    loader: DataLoader[Any] = DataLoader(ShuffledStream(), 1, num_workers=int("workers" in kind))
-    if kind == "sampler":
-        loader = DataLoader(torch.arange(8)[:, None], 1, sampler=EveryOther())
     module = Noting()
     run(strategy="ddp", use_distributed_sampler=False).fit(module, loader)
     first, second = module.seen[:8], module.seen[8:]

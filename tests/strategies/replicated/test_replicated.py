@@ -146,14 +146,6 @@ def test_the_first_replica_with_samples_keeps_buffers_and_attributes(
     assert sum(module.sizes) == 25
 
 
-@pytest.mark.parametrize("parallelize", ["step", "forward"])
-def test_nothing_is_left_in_the_module(parallelize: Any) -> None:
-    before = set(vars(Module()))
-    module = fitted(Module, (DataParallelStrategy(parallelize=parallelize), 3))
-    assert set(vars(module)) - before <= {"_trainer"}
-    assert module.forward.__func__ is Module.forward
-
-
 def test_gradients_are_whole_in_every_hook() -> None:
     class Watching(Module):
         def on_after_backward(self) -> None:
