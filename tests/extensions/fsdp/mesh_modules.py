@@ -96,17 +96,12 @@ class CutByRank(ByRank):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
-class ShardedOver(PlainCut):
-    """Shards a layer over all processes ("all"), over rows with a copy for each batch ("mesh"), or over one row."""
-
-    def __init__(self, processes: str) -> None:
-        super().__init__()
-        self.over = processes
+class ShardedOverAll(PlainCut):
+    """Shards a layer over all processes, of which some compute a batch together."""
 
     def configure_model(self) -> None:
         super().configure_model()
-        meshes = {"all": None, "mesh": self.device_mesh, "row": self.device_mesh["tensor_parallel"]}
-        fully_shard(self.first, mesh=meshes[self.over])
+        fully_shard(self.first)
 
 
 class ShardedAlone(PlainNet):
@@ -134,17 +129,14 @@ class CutApart(Cut):
 
 
 class Differing(Cut):
-    """Its batches are others in each process."""
+    """Its batches are others in each process, from one on."""
+
+    def __init__(self, since: int = 0) -> None:
+        super().__init__()
+        self.since = since
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [batch[0] + self.global_rank, batch[1]]
-
-
-class DifferingLater(Cut):
-    """Its batches are the same at first."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        shift = self.global_rank if self.trainer.fit_loop.batch_idx > 3 else 0
+        shift = self.global_rank if self.trainer.fit_loop.batch_idx >= self.since else 0
         return [batch[0] + shift, batch[1]]
 
 
@@ -239,8 +231,8 @@ class Counting(Net):
     def count(self, batch: Any, name: str) -> None:
         self.seen[f"in_{name}"](len(batch[0]))
         self.mean[f"in_{name}"](batch[1].mean(), weight=len(batch[0]))
-        self.log(f"{name}_seen", self.seen[f"in_{name}"], on_epoch=True, on_step=False)
-        self.log(f"{name}_mean", self.mean[f"in_{name}"], on_epoch=True, on_step=False)
+        values = {f"{name}_seen": self.seen[f"in_{name}"], f"{name}_mean": self.mean[f"in_{name}"]}
+        self.log_dict(values, on_epoch=True, on_step=False)
         self.log(f"{name}_sum", batch[1].sum(), reduce_fx="sum", on_epoch=True, on_step=False, sync_dist=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -248,7 +240,6 @@ class Counting(Net):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
         self.count(batch, "val")
 
 

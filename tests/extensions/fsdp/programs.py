@@ -1,13 +1,12 @@
 """A network that is trained in shards, and several runs in one launch of processes, which costs more than a run."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -25,14 +24,13 @@ __all__ = [
     "Block",
     "Net",
     "SavesAfter",
-    "Way",
     "assert_close",
     "assert_refused_in_processes",
+    "assert_same_cases",
     "assert_same_in_processes",
     "errors_of",
     "fit",
     "fsdp",
-    "group",
     "in_processes",
     "loader",
     "make",
@@ -85,9 +83,6 @@ class Net(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test", self.loss(batch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
@@ -179,14 +174,6 @@ def _nothing() -> None:
     pass
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 Calls = Mapping[str, Callable[[], Any]]
 
 
@@ -207,6 +194,14 @@ def assert_same_in_processes(count: int, expected: Calls, calls: Calls, toleranc
         assert_equal(expected[name](), result, tolerance, title=f"Results of {name!r}")
 
 
+def assert_same_cases(
+    count: int, cases: Sequence[str], expected: Callable[[str], Any], actual: Callable[[str], Any]
+) -> None:
+    """Assert that a function of a case returns in each process what another one returns in this process."""
+    calls = ({case: partial(function, case) for case in cases} for function in (expected, actual))
+    assert_same_in_processes(count, *calls)
+
+
 def errors_of(runs: Calls) -> dict[str, str]:
     """Return the class, the message and the notes of the error in which each run ends; the same in all processes."""
     found = {}
@@ -220,13 +215,19 @@ def errors_of(runs: Calls) -> dict[str, str]:
     return found
 
 
-def assert_refused_in_processes(count: int, runs: Calls, words: Mapping[str, str | Sequence[str]]) -> None:
-    """Assert that each run ends with an error in whose class, message and notes words stand, in one launch."""
+def assert_refused_in_processes(count: int, runs: Calls, cases: Mapping[str, Sequence[Any]]) -> None:
+    """Assert that each run ends with an error in whose class, message and notes words stand, in one launch.
+
+    Args:
+        count: The number of processes.
+        runs: What is called in each process.
+        cases: Tuples for the same names, whose last entry is the words, or a list of them.
+    """
     found = in_processes(count, partial(errors_of, runs))
-    assert found.keys() == words.keys()
+    assert found.keys() == cases.keys()
     for name, error in found.items():
-        parts = [words[name]] if isinstance(words[name], str) else words[name]
-        missing = [part for part in parts if part not in error]
+        words = cases[name][-1]
+        missing = [part for part in ([words] if isinstance(words, str) else words) if part not in error]
         assert not missing, f"{name}: {missing} not in {error}"
 
 
@@ -243,25 +244,3 @@ class SavesAfter(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.current_epoch, batch_idx) == self.place:
             trainer.save_checkpoint(self.path)
-
-
-class Way(NamedTuple):
-    """A way to train one network.
-
-    Attributes:
-        kind: The module.
-        strategy: Options of `FSDPStrategy`, or another strategy.
-        processes: The number of devices.
-        batches: The number of batches that a step shares out.
-    """
-
-    kind: Callable[[], Any]
-    strategy: Any
-    processes: int
-    batches: int
-
-    def fit(self, writer: "Way | None" = None, **options: Any) -> Any:
-        """Train with batches of the size of this way, or of the one that has written the checkpoint."""
-        strategy = fsdp(**self.strategy) if isinstance(self.strategy, dict) else copy.deepcopy(self.strategy)
-        batch_size = STEP // (writer or self).batches
-        return fit(self.kind, strategy, self.processes, batch_size=batch_size, **options)[0]

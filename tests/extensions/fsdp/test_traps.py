@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchmetrics import MeanMetric
 
 from equipoise import NoGradEvaluation, OOMRecovery, Trainer
-from tests.extensions.fsdp.modules import Attention, Overflows, ReadsElsewhere, Tied
+from tests.extensions.fsdp.modules import Overflows, ReadsElsewhere, Tied
 from tests.extensions.fsdp.programs import (
     QUIET,
     Net,
@@ -43,10 +43,13 @@ class NoneBehindTheNetwork(Net):
     limit = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = [batch]
         if self.trainer.world_size == 1:
-            return self.together(batch)
-        if not self.is_bad(batch):
-            return self.loss(batch)
+            # What two processes compute together.
+            parts = [[tensor[rank::2] for tensor in batch] for rank in range(2)]
+        good = [part for part in parts if not self.is_bad(part)]
+        if good:
+            return self.loss([torch.cat(tensors) for tensors in zip(*good, strict=True)])
         return self.skip(batch)
 
     def skip(self, batch: Any) -> None:
@@ -55,14 +58,6 @@ class NoneBehindTheNetwork(Net):
 
     def is_bad(self, batch: Any) -> bool:
         return float(batch[0][0, 0]) > self.limit
-
-    def together(self, batch: Any) -> Any:
-        """Return what two processes compute together."""
-        halves = [(batch[0][rank::2], batch[1][rank::2]) for rank in range(2)]
-        good = [half for half in halves if not self.is_bad(half)]
-        if not good:
-            return None
-        return self.loss((torch.cat([half[0] for half in good]), torch.cat([half[1] for half in good])))
 
 
 class NoneBeforeTheNetwork(NoneBehindTheNetwork):
@@ -135,6 +130,16 @@ def values(kind: Callable[[], Any], strategy: Any = "single_device", processes: 
     return weights_of(fit(kind, strategy, processes, **options)[0])
 
 
+def evaluated_first(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
+    """Evaluate with one batch for all processes, where tensors are made in inference mode, then train the module."""
+    module, data = make(Net), loader(2, 3)
+    trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, precision="64-true", **QUIET)
+    (results,) = trainer.validate(module, data, verbose=False)
+    predictions = torch.cat(trainer.predict(module, data))  # type: ignore[arg-type]
+    fit(Net, strategy, processes, module=module)
+    return {**results, **weights_of(module), "predictions": predictions}
+
+
 class EarlyOptimizer(Net):
     """Its optimiser knows the parameters that the shards replace."""
 
@@ -151,90 +156,38 @@ class RunsOut(Net):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
 
-def way_back() -> dict[str, Any]:
-    """Return what is not as it was before a run: classes, parameters, optimisers, hooks and attributes."""
-    module = make(Tied)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    attributes = [set(vars(part)) for part in module.modules()]
-    fit(Tied, fsdp(), 2, module=module)
-    optimizer = module.trainer.optimizers[0]
-    again = dict(module.named_parameters(remove_duplicate=False))
-    copy.deepcopy(module.blocks)
-    pickle.dumps(module.blocks)
-    left = {
-        "classes": [type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule)],
-        "parameters": [name for name, parameter in again.items() if parameter is not parameters[name]],
-        "optimizer": [p for group in optimizer.param_groups for p in group["params"] if not _is_among(p, again)],
-        "states": [s for s in optimizer.state.values() if type(s["exp_avg"]) is not Tensor],
-        "hooks": [type(part).__name__ for part in module.modules() if _has_hooks(part)],
-        "attributes": [
-            name
-            for part, before in zip(module.modules(), attributes, strict=True)
-            for name in set(vars(part)) - before
-            if "fsdp" in name or "composable" in name
-        ],
-        "steps": [name for name in vars(module) if name.endswith("_step")],
-    }
-    return {name: found for name, found in left.items() if found}
-
-
-def _has_hooks(part: nn.Module) -> bool:
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-    return any(getattr(part, kind) for kind in (*kinds, "_load_state_dict_post_hooks"))
-
-
-def _is_among(parameter: Tensor, parameters: dict[str, Tensor]) -> bool:
-    return any(parameter is other for other in parameters.values())
-
-
-def inference_first(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
-    """Validate alone, where tensors are made in inference mode, then train the same module."""
-    module = make(Net)
-    trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, precision="64-true", **QUIET)
-    results = trainer.validate(module, loader(7, 3), verbose=False)
-    fit(Net, strategy, processes, module=module)
-    return {**results[0], **weights_of(module)}
-
-
-def evaluations(strategy: Any = "single_device", processes: int = 1) -> dict[str, Any]:
-    """Evaluate with a batch for one process more, and with one batch for all of them."""
-    module = make(Net)
-    results: dict[str, Any] = {}
-    for count in (7, 2):
-        trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, precision="64-true", **QUIET)
-        results[f"val {count}"] = trainer.validate(module, loader(count, 3), verbose=False)[0]["val"]
-        results[f"test {count}"] = trainer.test(module, loader(count, 3), verbose=False)[0]["test"]
-        results[f"predicted {count}"] = torch.cat(trainer.predict(module, loader(count, 3)))
-    return results
-
-
-# Runs on any strategy and number of processes.
 NONES = [NoneBehindTheNetwork, NoneBeforeTheNetwork, NoneBehindAtFirst, InfiniteStandIn, NoneEverywhere]
+# Runs on any strategy and number of processes.
 RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     **{kind.__name__: partial(values, kind, count=48, max_epochs=1) for kind in NONES},
-    "batches for some processes in evaluations": evaluations,
+    "evaluated first": evaluated_first,
 }
+
+
+def way_back() -> None:
+    """See that module and optimiser have their own whole parameters after a run."""
+    module = make(Tied)
+    before = list(module.parameters())
+    fit(Tied, fsdp(), 2, module=module)
+    after, (optimizer,) = list(module.parameters()), module.trainer.optimizers
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    trained = optimizer.param_groups[0]["params"]
+    assert all(one is other for one, other in zip(trained, after, strict=True))
+    assert all(type(state["exp_avg"]) is Tensor for state in optimizer.state.values())
+    assert not any(isinstance(part, FSDPModule) for part in module.modules())
+    assert not {"training_step", "validation_step"} & vars(module).keys()
+    pickle.dumps(copy.deepcopy(module.blocks))
+
+
+@pytest.mark.thorough
+def test_the_module_is_the_users_again_after_a_run() -> None:
+    in_processes(2, way_back)
 
 
 @pytest.mark.thorough
 def test_steps_without_a_loss_and_idle_processes_have_the_numbers_of_one_device() -> None:
     """A process whose step returns None takes part with gradients of zero, though its values are not finite."""
     assert_same_in_processes(2, RUNS, {name: partial(run, fsdp(), 2) for name, run in RUNS.items()})
-
-
-@pytest.mark.slow
-def test_tensors_made_in_inference_mode_and_a_weight_that_attention_reads_without_a_call() -> None:
-    expected = {"inference mode": inference_first, "attention": partial(values, Attention)}
-    sharded = {
-        "inference mode": partial(inference_first, fsdp(), 2),
-        "attention": partial(values, Attention, fsdp(units=["**.out_proj"]), 2),
-    }
-    assert_same_in_processes(2, expected, sharded)
-
-
-@pytest.mark.thorough
-def test_the_module_is_the_users_again_after_a_run() -> None:
-    assert in_processes(2, way_back) == {}
 
 
 def compare_with_ddp() -> None:
@@ -301,7 +254,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 @pytest.mark.thorough
 def test_what_cannot_be_computed_in_shards_is_refused_with_the_reason() -> None:
     runs = {name: partial(fit, kind, fsdp(), 2, **options) for name, (kind, options, _) in REFUSED.items()}
-    assert_refused_in_processes(2, runs, {name: words for name, (*_, words) in REFUSED.items()})
+    assert_refused_in_processes(2, runs, REFUSED)
 
 
 # Runs that the trainer launches
@@ -336,12 +289,18 @@ class OnMeta(Net):
             self.first, self.blocks, self.last = net.first, net.blocks, net.last
 
 
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of the first epoch on one device."""
+    fit(Net, max_epochs=1)[1].save_checkpoint(tmp_path / "one.ckpt")
+    return tmp_path / "one.ckpt"
+
+
 @pytest.mark.slow
-def test_weights_are_loaded_after_a_meta_module_is_sharded(tmp_path: Path) -> None:
-    _, trainer = fit(Net, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    expected, _ = fit(Net, ckpt_path=tmp_path / "one.ckpt")
-    module, _ = fit(OnMeta, fsdp(), 2, ckpt_path=tmp_path / "one.ckpt")
+def test_weights_are_loaded_after_a_meta_module_is_sharded(checkpoint: Path) -> None:
+    """Without a checkpoint, layers have first values of their own."""
+    expected, _ = fit(Net, ckpt_path=checkpoint)
+    module, _ = fit(OnMeta, fsdp(), 2, ckpt_path=checkpoint)
     assert_close(weights_of(expected), weights_of(module))
     fresh, _ = fit(OnMeta, fsdp(), 2, max_epochs=1)
     assert all(torch.isfinite(value).all() for value in weights_of(fresh).values())
@@ -353,30 +312,25 @@ class WithOtherTensors(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.full((), 2.0), persistent=False)
-        self.shift = torch.tensor(0.5)
         self.mean = MeanMetric()
         self.last.weight.data = torch.ones_like(self.last.weight)
 
     def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch) * self.scale + self.shift
+        loss = super().loss(batch) * self.scale
         self.mean(loss)
         return loss
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_empty_module_takes_no_memory_before_it_is_sharded(processes: int, tmp_path: Path) -> None:
+def test_an_empty_module_takes_no_memory_before_it_is_sharded(processes: int, checkpoint: Path) -> None:
     """Except where one process has all of it, and for what no checkpoint has."""
-    _, trainer = fit(WithOtherTensors, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-
-    def continued(*, empty: bool) -> WithOtherTensors:
-        options = {**QUIET, "max_epochs": 2, "precision": "64-true"}
-        trainer = Trainer(strategy=fsdp(), devices=["cpu"] * processes, **options)
+    found = []
+    for empty in (False, True):
+        trainer = Trainer(strategy=fsdp(), devices=["cpu"] * processes, precision="64-true", max_epochs=2, **QUIET)
         with trainer.init_module(empty_init=empty):
             module = WithOtherTensors()
         assert module.last.weight.is_meta == (empty and processes > 1)
-        trainer.fit(module, loader(12, 6), ckpt_path=tmp_path / "one.ckpt")
-        return module
-
-    assert_close(weights_of(continued(empty=False)), weights_of(continued(empty=True)), 0.0)
+        trainer.fit(module, loader(12, 6), ckpt_path=checkpoint)
+        found.append(weights_of(module))
+    assert_close(*found, 0.0)

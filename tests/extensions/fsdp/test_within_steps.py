@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, prune, vector_to_parameters
 
 from equipoise.extensions.fsdp.within_steps.seen_parameters import PartlyFreed
@@ -18,10 +18,9 @@ from equipoise.interop.torch.dispatch import change_class
 from tests.extensions.fsdp.programs import (
     Net,
     assert_refused_in_processes,
-    assert_same_in_processes,
+    assert_same_cases,
     fit,
     fsdp,
-    in_processes,
     weights_of,
 )
 
@@ -87,30 +86,29 @@ def several(module: Any, batch: Any, batch_idx: int) -> None:
         output.mean().backward(retain_graph=True)
         output.abs().mean().backward(inputs=module.trained())
 
-    step_after(module, backward)
+    parameters = list(module.parameters())
+    step_after(module, backward, lambda: clip_grad_norm_(parameters, 0.05))
+
+
+def switched(module: Any, batch: Any, batch_idx: int) -> None:
+    """Freezes parts between two backwards, and one layer until the next step."""
+
+    def backward() -> None:
+        module.manual_backward(module.loss(batch))
+        module.first.requires_grad_(False)
+        module.blocks[0].up.requires_grad_(False)
+        module.manual_backward(module(batch[0]).square().mean())
+        module.blocks[0].up.requires_grad_(True)
+        module.first.requires_grad_(True)
+
+    step_after(module, backward, lambda: module.last.bias.requires_grad_(batch_idx != 1))
 
 
 def written(module: Any, batch: Any, batch_idx: int) -> None:
     parameters = module.trained()
     for parameter, gradient in zip(parameters, torch.autograd.grad(module.loss(batch), parameters), strict=True):
         parameter.grad = gradient
-    clip_grad_norm_(parameters, 0.05)
     module.optimizers().step()
-
-
-def clipped(module: Any, batch: Any, batch_idx: int) -> None:
-    before = list(module.parameters())
-    step_after(module, lambda: module.manual_backward(module.loss(batch)), lambda: clip_grad_norm_(before, 0.05))
-
-
-def clamped(module: Any, batch: Any, batch_idx: int) -> None:
-    for parameter in module.trained():
-        parameter.data.clamp_(-0.3, 0.3)
-    plain(module, batch, batch_idx)
-    with torch.no_grad():
-        for parameter in module.trained():
-            parameter.clamp_(-0.2, 0.2)
-        module.log("norm", sum(parameter.norm() for parameter in module.parameters()), on_epoch=True)
 
 
 def sharpness_aware(module: Any, batch: Any, batch_idx: int) -> None:
@@ -140,28 +138,17 @@ def noisy(module: Any, batch: Any, batch_idx: int) -> None:
             parameter.grad.add_(noise, alpha=0.01)
             parameter.grad = parameter.grad + noise * 0.01
             parameter.grad += 0.01 * parameter.detach()
+            parameter.grad.copy_(parameter.grad.clone() * noise.square())
 
     step_after(module, lambda: module.manual_backward(module.loss(batch)), change)
 
 
-def operated(module: Any, batch: Any, batch_idx: int) -> None:
-    """Takes the part of one gradient that does not conflict with another."""
-
-    def gradient(loss: Tensor) -> Tensor:
-        module.zero_grad()
-        module.manual_backward(loss)
-        return torch.cat([parameter.grad.flatten() for parameter in module.trained()])
-
-    one, other = gradient(module.loss(batch)), gradient(module.loss((batch[0] + 1, batch[1])))
-    if (conflict := torch.dot(one, other)) > 0:
-        one = one - other * conflict / other.square().sum()
-    for parameter, part in zip(module.trained(), one.split([p.numel() for p in module.trained()]), strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
-    module.optimizers().step()
-
-
 def redrawn(module: Any, batch: Any, batch_idx: int) -> None:
+    for parameter in module.trained():
+        parameter.data.clamp_(-0.3, 0.3)
+    module.last.weight.detach().apply_(lambda value: value / 2)
     plain(module, batch, batch_idx)
+    module.log("norm", sum(parameter.norm() for parameter in module.parameters()), on_epoch=True)
     with torch.no_grad():
         vector_to_parameters(parameters_to_vector(module.trained()) * 0.99, module.trained())
         if batch_idx == 2:
@@ -184,31 +171,12 @@ def afterwards(module: Any, batch: Any, batch_idx: int) -> None:
     step_after(module, lambda: (hidden.square().mean() + target.mean() * penalty * 0.01).backward())
 
 
-def frozen_between(module: Any, batch: Any, batch_idx: int) -> None:
-    def backward() -> None:
-        module.manual_backward(module.loss(batch))
-        module.first.requires_grad_(False)
-        module.blocks[0].up.requires_grad_(False)
-        module.manual_backward(module(batch[0]).square().mean())
-        module.blocks[0].up.requires_grad_(True)
-        module.first.requires_grad_(True)
-
-    step_after(module, backward)
-
-
 def loaded(module: Any, batch: Any, batch_idx: int) -> None:
     state = {name: value.clone() for name, value in module.state_dict().items()}
     plain(module, batch, batch_idx)
     if batch_idx % 2:
         module.load_state_dict(state)
     module.teacher.load_state_dict(module.blocks.state_dict())
-
-
-def anchored(module: Any, batch: Any, batch_idx: int) -> None:
-    """Moves weights towards others, which all processes have."""
-    for parameter in module.trained():
-        parameter.grad = parameter.data - 0.1 * batch_idx
-    module.optimizers().step()
 
 
 # Steps of automatic optimisation.
@@ -219,12 +187,6 @@ def penalised(module: Any, batch: Any, batch_idx: int) -> Tensor:
     features = batch[0].clone().requires_grad_(True)
     (gradient,) = torch.autograd.grad(module(features).sum(), features, create_graph=True)
     return gradient.square().sum(1).mean() + module.loss(batch)
-
-
-def attacked(module: Any, batch: Any, batch_idx: int) -> Tensor:
-    features = batch[0].clone().requires_grad_(True)
-    (gradient,) = torch.autograd.grad(module(features).sum(), features)
-    return module.loss((features.detach() + 0.1 * gradient.sign(), batch[1])) * module.scale.mean()
 
 
 def constrained(module: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -239,25 +201,18 @@ def constrained(module: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def averaged(module: Any, batch: Any, batch_idx: int) -> Tensor:
-    """The teacher follows the student, before the forward and after it; so do copies of all parameters."""
-
-    def follow() -> None:
-        with torch.no_grad():
-            for slow, fast in zip(module.teacher.parameters(), module.blocks.parameters(), strict=True):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
-
+    """The teacher follows the student before the forward, and copies of all parameters after it."""
     if not module.averages:
         module.averages = [parameter.detach().clone() for parameter in module.trained()]
-    follow()
+    with torch.no_grad():
+        for slow, fast in zip(module.teacher.parameters(), module.blocks.parameters(), strict=True):
+            slow.mul_(0.9).add_(fast, alpha=0.1)
     loss = module.loss(batch)
     with torch.no_grad():
         for average, parameter in zip(module.averages, module.trained(), strict=True):
             average.lerp_(parameter, 0.1)
-        if batch_idx == 3:
-            for average, parameter in zip(module.averages, module.trained(), strict=True):
-                # The graph of the loss does not need the biases of before.
-                if parameter.ndim == 1 and parameter is not module.scale:
-                    parameter.data.copy_(average)
+        # The graph of the loss does not need the bias of before.
+        module.last.bias.data.copy_(module.last.bias * 0.9)
     return loss
 
 
@@ -291,13 +246,11 @@ class Constrained(nn.Linear):
 BY_HAND: dict[str, Step] = {
     step.__name__: step
     for step in (
-        *(several, written, clipped, clamped, sharpness_aware, noisy, operated, redrawn, afterwards),
-        *(frozen_between, loaded, anchored),
+        *(several, switched, written, sharpness_aware, noisy, redrawn, afterwards),
+        loaded,
     )
 }
-AUTOMATIC: dict[str, Step] = {
-    step.__name__: step for step in (penalised, attacked, constrained, averaged, halved, other_weights)
-}
+AUTOMATIC: dict[str, Step] = {step.__name__: step for step in (penalised, constrained, averaged, halved, other_weights)}
 UNITS: dict[str, dict[str, Any]] = {
     "automatic": {},
     "one": {"units": []},
@@ -334,7 +287,7 @@ def trained(name: str, epochs: int, units: str = "", processes: int = 1) -> dict
 
 # They change weights, which would stay in whole ones that are kept.
 OF_WEIGHTS = [
-    *("clamped", "sharpness_aware", "redrawn", "afterwards", "loaded"),
+    *("sharpness_aware", "redrawn", "afterwards", "loaded"),
     *("constrained", "averaged", "other_weights", "within a forward"),
 ]
 
@@ -354,9 +307,8 @@ OF_WEIGHTS = [
 def test_what_a_step_does_with_parameters_has_the_effect_of_one_device(
     units: str, processes: int, epochs: int, names: list[str]
 ) -> None:
-    expected = {name: partial(trained, name, epochs) for name in names}
-    calls = {name: partial(trained, name, epochs, units, processes) for name in names}
-    assert_same_in_processes(processes, expected, calls)
+    in_shards = partial(trained, epochs=epochs, units=units, processes=processes)
+    assert_same_cases(processes, names, partial(trained, epochs=epochs), in_shards)
 
 
 # What is refused
@@ -402,6 +354,13 @@ class Grown(Net):
         self.another = nn.Linear(2, 2)
 
 
+class ByElement(Net):
+    """Calls a function for each element of a weight, where it is in shards."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.last.weight.data.apply_(lambda value: value / 2)
+
+
 class JoinsGradients(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -416,6 +375,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no dimension": (Scaled, ["ConfigurationError: temperature is a ", "without a dimension", "torch.ones"]),
     "pruned": (Pruned, ["StepError: The module gets 'weight_orig' within a run"]),
     "grown": (Grown, ["StepError: The module gets 'another' within a run"]),
+    "by element": (ByElement, ["`apply_` calls a function for each element", "weight.copy_(function(weight))"]),
     "joined": (JoinsGradients, ["ConfigurationError: LBFGS joins all gradients"]),
     "assigned": (stepping(assigned), ["StepError: The processes have assigned different gradients"]),
     "changed": (stepping(changed_by_its_samples), ["StepError: The processes change ", "by different values"]),
@@ -427,7 +387,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 @pytest.mark.thorough
 def test_changes_that_differ_between_processes_or_parameters_that_come_and_go_are_refused() -> None:
     runs = {name: partial(fit, kind, fsdp(), 2, count=48) for name, (kind, _) in REFUSED.items()}
-    assert_refused_in_processes(2, runs, {name: words for name, (_, words) in REFUSED.items()})
+    assert_refused_in_processes(2, runs, REFUSED)
 
 
 class Alone(Net):
@@ -464,12 +424,19 @@ def test_a_process_that_computes_more_than_others_is_refused_in_all_of_them() ->
         f"{more} {place} {options}": partial(fit, partial(Alone, place, MORE[more]), fsdp(**options), 2, count=48)
         for place, more, options in cases
     }
-    words = ["StepError: Rank 0 ", ", while rank 1 ", " the same order"]
+    words = (["StepError: Rank 0 ", ", while rank 1 ", " the same order"],)
     assert_refused_in_processes(2, runs, dict.fromkeys(runs, words))
 
 
+def partly_freed(mesh: DeviceMesh) -> nn.Parameter:
+    """Return a weight that lies over some processes between its forward and its backward."""
+    weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+    change_class(weight, PartlyFreed)
+    return weight
+
+
 class Pickles(Net):
-    """One process alone pickles weights in a step and in a hook, and all make parameters of others and keep one."""
+    """One process alone pickles weights: one of the root, which is whole in a step, and one in shards."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.whole = [self.first.weight]
@@ -478,38 +445,22 @@ class Pickles(Net):
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.pickle(self.first.weight, DTensor)
+        self.pickle(partly_freed(self.first.weight.device_mesh), DTensor)
         # The whole one of the step, which was freed, stands for its shard.
         freed = pickle.loads(pickle.dumps(self.whole[0]))
-        assert torch.equal(freed.to_local(), self.first.weight.to_local())
         # Torch makes parameters of tensors whose values `detach` returns in the same class.
-        self.to("cpu")
-        assert torch.equal(nn.Parameter(self.first.weight.data).to_local(), self.first.weight.to_local())
-        self.kept = [self.first.weight]
+        for weight in (freed, nn.Parameter(self.first.weight.data)):
+            assert torch.equal(weight.to_local(), self.first.weight.to_local())
 
-    def pickle(self, weight: Tensor, kind: type) -> None:
+    def pickle(self, weight: Any, kind: type) -> None:
         if self.global_rank == 0:
-            weight.mark = "m"  # type: ignore[attr-defined]
+            weight.mark = "m"
             pickled = pickle.loads(pickle.dumps(weight))
             assert type(pickled) is kind
             assert (pickled.requires_grad, pickled.mark, "_seen" in vars(pickled)) == (True, "m", False)
-            assert torch.equal(
-                getattr(pickled, "to_local", pickled.detach)(), getattr(weight, "to_local", weight.detach)()
-            )
+            assert torch.equal(*(getattr(each, "to_local", each.detach)() for each in (weight, pickled)))
 
 
 @pytest.mark.thorough
 def test_parameters_are_pickled_and_made_of_others() -> None:
-    module, _ = fit(Pickles, fsdp(), 2, max_epochs=1)
-    assert type(module.kept[0]) is DTensor
-
-
-def pickle_partly_freed() -> type:
-    """Return the class of a pickled weight that lies over some processes between its forward and its backward."""
-    weight = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))))
-    change_class(weight, PartlyFreed)
-    return type(pickle.loads(pickle.dumps(weight)))
-
-
-def test_partly_freed_weights_are_pickled_as_torchs_own() -> None:
-    assert in_processes(2, pickle_partly_freed) is DTensor
+    fit(Pickles, fsdp(), 2, max_epochs=1)

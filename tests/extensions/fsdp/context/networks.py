@@ -255,7 +255,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "Mistral": (of_transformers("MistralForCausalLM", **DECODER, sliding_window=5), {}),
     # Longer than a part of a sequence.
     "a window": (of_transformers("MistralForCausalLM", hides=False, **DECODER, sliding_window=10), {}),
-    "Qwen2": (of_transformers("Qwen2ForCausalLM", **DECODER), {}),
     "GPT-2": (of_transformers("GPT2LMHeadModel", **GPT2), {}),
     "BERT": (of_transformers("BertForMaskedLM", **BERT), {}),
 }

@@ -40,16 +40,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "causal": (lambda: Planned(Repeated()), {}),
     "padded": (lambda: Planned(Repeated("padded")), {}),
     "computed again": (lambda: Planned(Repeated()), {"activation_checkpointing": ["network.blocks.*"]}),
-    "accumulated": (lambda: Planned(Repeated()), {"accumulate_grad_batches": 2}),
-    "Llama": (of_transformers("LlamaForCausalLM", Planned, hides=False, **DECODER, use_cache=False), {}),
     "Llama, padded": (of_transformers("LlamaForCausalLM", Planned, **DECODER, use_cache=False), {}),
 }
 
 
 def samples(count: int) -> list[dict[str, Tensor]]:
     """Sequences of which the first has padding."""
-    draw = torch.Generator().manual_seed(5)
-    positions = torch.arange(LENGTH)
+    draw, positions = torch.Generator().manual_seed(5), torch.arange(LENGTH)
     found = []
     for number in range(count):
         tokens = torch.randint(1, 20, (LENGTH,), generator=draw)

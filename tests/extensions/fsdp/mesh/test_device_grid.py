@@ -1,21 +1,16 @@
 """The grid of devices in the log and in the report of a run."""
 
-import os
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from equipoise import MemoryLogger, RunReport, Trainer
-from equipoise.extensions.fsdp import strategy as strategy_module
-from equipoise.extensions.fsdp.mesh.grid import grid_rows, make_mesh
+from equipoise.extensions.fsdp import strategy
+from equipoise.extensions.fsdp.mesh.grid import grid_rows
 from tests.extensions.fsdp.context.networks import Gpt, Task, samples
 from tests.extensions.fsdp.programs import QUIET, fsdp, in_processes
-
-CPU = torch.device("cpu")
 
 
 def test_cells_of_the_grid_follow_ranks() -> None:
@@ -27,42 +22,21 @@ def test_cells_of_the_grid_follow_ranks() -> None:
     ]
 
 
-def said() -> list[str]:
-    """Return what the strategy logs in the main process."""
+def told(folder: Path) -> list[str]:
+    """Write a report, and return what the strategy logs in the main process."""
     messages: list[str] = []
+    options = {**QUIET, "default_root_dir": folder, "callbacks": [RunReport(), MemoryLogger(leaks=False)]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategy_module, "rank_zero_info", messages.append)
-        trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_steps=1, **QUIET)
-        trainer.fit(Task(Gpt()), DataLoader(samples(4), batch_size=4))  # type: ignore[arg-type]
+        patch.setattr(strategy, "rank_zero_info", messages.append)
+        trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_epochs=1, **options)
+        trainer.fit(Task(Gpt()), DataLoader(samples(8), batch_size=4))  # type: ignore[arg-type]
     return messages
 
 
 @pytest.mark.thorough
-def test_the_log_shows_the_grid_of_devices() -> None:
-    assert in_processes(2, said)[0].splitlines()[1:] == ["        context 0  context 1", "data 0  rank 0     rank 1"]
-
-
-def make_on_loopback(*sizes: Any) -> Any:
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    mesh = make_mesh(*sizes)
-    groups: list[Any] = mesh.get_all_groups()
-    # The timeout of the strategy.
-    assert {group._get_backend(CPU).options._timeout for group in groups} == {timedelta(seconds=120)}
-    return mesh
-
-
-class Watching(Task):
-    """Looks in the processes that the trainer has started how further groups are made."""
-
-    def configure_model(self) -> None:
-        strategy_module.make_mesh = make_on_loopback
-
-
-@pytest.mark.thorough
-def test_the_report_shows_the_grid_and_groups_have_interface_and_timeout_of_the_run(tmp_path: Path) -> None:
-    options = {**QUIET, "default_root_dir": tmp_path, "callbacks": [RunReport(), MemoryLogger(leaks=False)]}
-    trainer = Trainer(strategy=fsdp(context=2), devices=["cpu"] * 2, max_epochs=1, **options)
-    trainer.fit(Watching(Gpt()), DataLoader(samples(8), batch_size=4))  # type: ignore[arg-type]
+def test_the_log_and_the_report_show_the_grid(tmp_path: Path) -> None:
+    logged, *_ = in_processes(2, partial(told, tmp_path))
+    assert logged.splitlines()[1:] == ["        context 0  context 1", "data 0  rank 0     rank 1"]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     _, _, grid = page.partition("<h2>Device mesh</h2>")
     grid, _, _ = grid.partition("</table>")

@@ -9,13 +9,21 @@ import pytest
 
 from equipoise import OOMRecovery
 from equipoise.extensions.fsdp.mesh.grid import sizes_of
-from tests.extensions.fsdp.mesh_modules import CASES, RANDOM, Cut, CutAndSharded, CutApart, CutOnMeta, Differing
+from tests.extensions.fsdp.mesh_modules import (
+    CASES,
+    RANDOM,
+    Cut,
+    CutAndSharded,
+    CutApart,
+    CutOnMeta,
+    Differing,
+)
 from tests.extensions.fsdp.programs import (
     STEP,
     Net,
     assert_close,
     assert_refused_in_processes,
-    assert_same_in_processes,
+    assert_same_cases,
     fit,
     fsdp,
     in_processes,
@@ -61,9 +69,7 @@ OF_ROWS = [
     ("rows", "columns", "cases"), [(1, 2, [*CASES, *RANDOM]), (2, 2, OF_ROWS)], ids=["tensor 2", "data 2 x tensor 2"]
 )
 def test_training_of_cut_layers_equals_that_of_one_device(rows: int, columns: int, cases: list[str]) -> None:
-    expected = {case: partial(on_one_device, case) for case in cases}
-    calls = {case: partial(on_mesh, case, rows, columns) for case in cases}
-    assert_same_in_processes(rows * columns, expected, calls)
+    assert_same_cases(rows * columns, cases, on_one_device, partial(on_mesh, rows=rows, columns=columns))
 
 
 # Options of the trainer, and the largest difference of weights of about 1 after five steps of at most 0.01 each.
@@ -109,7 +115,6 @@ def test_cut_layers_go_with_compiled_blocks_recomputation_and_short_precisions()
         (("auto", 2), 8, 4, (4, 2)),
         ((2, "auto"), 8, 8, (2, 4)),
         (("auto", "auto"), 8, 4, (2, 4)),
-        ((4, 2), 8, 2, (4, 2)),
     ],
 )
 def test_sizes_follow_from_processes_and_machines(
@@ -158,6 +163,8 @@ def test_modules_that_cannot_be_computed_on_a_mesh_are_refused() -> None:
     runs: dict[str, Any] = {
         name: partial(fit, kind, fsdp(tensor=2, **options), 2) for name, (kind, options, _) in REFUSED.items()
     }
-    words = {name: found for name, (*_, found) in REFUSED.items()}
+    later = {"count": 240, "batch_size": 2, "max_epochs": 1}
+    runs["other batches later"] = partial(fit, partial(Differing, 4), fsdp(tensor=2), 2, **later)
     runs["recovery"] = partial(fit, Cut, fsdp(tensor=2), 2, callbacks=[OOMRecovery()])
-    assert_refused_in_processes(2, runs, {**words, "recovery": "one cannot do its step again alone"})
+    further = {"recovery": ["one cannot do its step again alone"], "other batches later": REFUSED["other batches"]}
+    assert_refused_in_processes(2, runs, {**REFUSED, **further})

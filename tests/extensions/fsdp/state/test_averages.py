@@ -35,6 +35,7 @@ from tests.extensions.fsdp.programs import (
 )
 from tests.support.equality import assert_equal
 from tests.support.own_average import Own
+from tests.support.resumption import Kill, Killed, SavesInHooks
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,29 +74,6 @@ class Normed(Net):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(FEATURES, 7, bias=False), nn.BatchNorm1d(7))  # type: ignore[assignment]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        mean = self.first[1].running_mean.sum()  # type: ignore[index, union-attr]
-        self.log("most", mean, reduce_fx="max", sync_dist=True)
-        self.log("least", mean, reduce_fx="min", sync_dist=True)
-
-    def on_validation_end(self) -> None:
-        values = self.trainer.callback_metrics
-        assert values["most"] == values["least"]
-
-
-class Late(Net):
-    """Has its blocks from `configure_model` on, which callbacks of Lightning call on one device alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late = (self.blocks.double(),)
-        del self.blocks
-
-    def configure_model(self) -> None:
-        assert self.trainer.world_size == 1 or not hasattr(self, "blocks")
-        (self.blocks,) = self.late
-
 
 class FromEpochs(WeightAveraging):
     """Averages at the ends of epochs."""
@@ -120,20 +98,6 @@ class Watch(Callback):
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.values.append(float(trainer.callback_metrics["val"]))
-
-
-class Repeats(Callback):
-    """Averages whole weights as EMAWeightAveraging does."""
-
-    def __init__(self) -> None:
-        self.average: dict[str, Tensor] = {}
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        weights = trainer.strategy.module_state(module)
-        if not self.average:
-            self.average = {name: weight.float() for name, weight in weights.items()}
-        else:
-            self.average = {name: 0.7 * self.average[name] + (1 - 0.7) * weight for name, weight in weights.items()}
 
 
 AVERAGES: dict[str, Callable[[], Callback]] = {
@@ -170,7 +134,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "evaluations between": {"val_check_interval": 1},
     # Its last step leaves the weights of the root whole.
     "by hand": {"kind": ByHand},
-    "blocks that come late": {"kind": Late},
     "a process without a batch": {"kind": Net, "count": 25, "max_epochs": 4},
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -205,67 +168,41 @@ def compare_with_replicas() -> None:
     assert_equal(*skipped, title="A step that the scaler skips")
     # The epoch that StochasticWeightAveraging adds for statistics of batches.
     assert_equal(*(numbers("stochastic", name, 2, Normed) for name in ("ddp", "fsdp")), 1e-12, title="Statistics")
-    # The module compares its own.
-    assert len(averaged("exponential", fsdp(), 2, Normed)["values"]) == 5
 
 
 def test_skipped_steps_and_statistics_of_batches_are_those_of_ddp() -> None:
     in_processes(2, compare_with_replicas)
 
 
-def in_half_precision() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what a callback has averaged, and the weights at the end; the first process alone has whole weights."""
-    repeats = Repeats()
-    # A validation would round the average.
-    options: dict[str, Any] = {"precision": "bf16-true", "limit_val_batches": 0, "callbacks": [repeats]}
-    weights = averaged("exponential", fsdp(), 2, Net, **options)["weights"]
-    return {name: value.bfloat16() for name, value in repeats.average.items()}, weights
-
-
-def test_weights_in_half_precision_have_an_average_in_float32() -> None:
-    assert_equal(*in_processes(2, in_half_precision))
-
-
-def held_by_all() -> list[list[int]]:
+def held_by_all(**options: Any) -> list[int]:
+    """Return the bytes of the average in each process after the first epoch."""
     held: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(held, averaged("exponential", fsdp(), len(held))["held"])
+    watched = averaged("exponential", fsdp(), len(held), Net, **options)["held"]
+    torch.distributed.all_gather_object(held, watched[0])
     return held
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_each_process_holds_its_shard_of_the_average_alone(processes: int) -> None:
+def test_each_process_holds_its_shard_of_the_average_alone() -> None:
     """All together hold the bytes of one device: shards are uneven, but no part is in two processes."""
-    on_one, held = averaged("exponential")["held"], in_processes(processes, held_by_all)
-    assert [sum(of_all) for of_all in zip(*held, strict=True)] == on_one
-    assert all(part[0] < 1.5 * on_one[0] / processes for part in held)
+    whole, held = averaged("exponential", kind=Net)["held"][0], in_processes(3, held_by_all)
+    assert sum(held) == whole
+    assert max(held) < whole / 2
+
+
+def test_weights_in_half_precision_have_an_average_in_float32() -> None:
+    whole = averaged("exponential", kind=Net, precision="32-true")["held"][0]
+    assert sum(in_processes(2, partial(held_by_all, precision="bf16-true"))) == whole
 
 
 # Resumption
 
 
-class Killed(Exception):
-    """Ends a run."""
-
-
-class SavesAndDies(Callback):
-    """Saves a checkpoint within an epoch, and ends the run a step later."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-        if trainer.global_step == 4:
-            raise Killed
-
-
 def resumed(name: str, folder: Path, **strategy: Any) -> dict[str, Any]:
-    """Return the result of a run that was killed and resumed; called in several processes."""
-    path = folder / f"{name}.ckpt"
+    """Return the result of a run that was killed a step after its checkpoint; called in several processes."""
+    saves, hook = folder / name, "on_train_batch_end"
     with pytest.raises(Killed):
-        averaged(name, fsdp(**strategy), 2, callbacks=[SavesAndDies(path)])
-    return numbers(name, fsdp(**strategy), 2, ckpt_path=path)
+        averaged(name, fsdp(**strategy), 2, callbacks=[SavesInHooks(saves, [hook], [3]), Kill(hook, 4)])
+    return numbers(name, fsdp(**strategy), 2, ckpt_path=saves / f"{hook}-03.ckpt")
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
@@ -293,7 +230,6 @@ WAYS = {
     ("name", "writer", "reader"),
     [
         ("exponential", "2 of fsdp", "one device"),
-        ("stochastic", "one device", "3 of fsdp"),
         ("stochastic", "3 of fsdp", "2 of fsdp, in folders"),
         ("exponential", "2 of fsdp, in folders", "3 of fsdp"),
     ],
@@ -307,26 +243,23 @@ def test_an_average_is_continued_under_another_strategy(name: str, writer: str, 
 
 
 def test_a_checkpoint_is_that_of_one_device_and_is_evaluated_with_the_average(tmp_path: Path) -> None:
-    content, results = [], []
-    for way, (strategy, processes) in (("one", WAYS["one device"]), ("two", WAYS["2 of fsdp"])):
-        saves = saves_epochs(tmp_path / way)
-        averaged("exponential", strategy, processes, callbacks=[saves], enable_checkpointing=True)
+    checkpoints, results = [], []
+    for way in ("one device", "2 of fsdp"):
+        strategy, processes = WAYS[way]
+        averaged(
+            "exponential", strategy, processes, callbacks=[saves_epochs(tmp_path / way)], enable_checkpointing=True
+        )
         path = tmp_path / way / "epoch=2.ckpt"
-        content.append(torch.load(path, weights_only=False))
-        options: dict[str, Any] = {"callbacks": [AVERAGES["exponential"]()], "precision": "64-true"}
-        trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, **QUIET, **options)
-        data = loader(7, 3)
-        predictions = torch.cat(trainer.predict(make(Mixed), data, ckpt_path=path) or [])  # type: ignore[arg-type]
-        (validated,) = trainer.validate(make(Mixed), data, ckpt_path=path)
-        (tested,) = trainer.test(make(Mixed), data, ckpt_path=path)
-        results.append({**validated, **tested, "predictions": predictions})
-    one, two = content
-    assert list(one) == list(two)
-    for entry in ("state_dict", "current_model_state", "averaging_state"):
-        assert list(one[entry]) == list(two[entry])
-        assert_close(one[entry], two[entry])
-    assert not torch.equal(two["state_dict"]["first.weight"], two["current_model_state"]["first.weight"])
-    assert_close(*results)
+        content = torch.load(path, weights_only=False)
+        entries = ("state_dict", "current_model_state", "averaging_state")
+        checkpoints.append({name: dict(content[name]) for name in entries})
+        options: dict[str, Any] = {"callbacks": [AVERAGES["exponential"]()], "precision": "64-true", **QUIET}
+        trainer = Trainer(strategy=strategy, devices=["cpu"] * processes, **options)
+        results.append(trainer.validate(make(Mixed), loader(7, 3), ckpt_path=path, verbose=False))
+        results[-1] += trainer.predict(make(Mixed), loader(7, 3), ckpt_path=path) or []  # type: ignore[arg-type]
+    assert_equal(*checkpoints, 1e-12)
+    assert not torch.equal(*(checkpoints[1][name]["first.weight"] for name in ("state_dict", "current_model_state")))
+    assert_equal(*results, 1e-12)
 
 
 def test_no_average_is_left_after_the_run_and_a_further_run_begins_anew() -> None:

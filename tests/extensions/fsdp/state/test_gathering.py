@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
 from equipoise.extensions.fsdp.state.gathering import gather_whole
 from tests.extensions.fsdp.programs import in_processes
@@ -25,20 +24,16 @@ def random_tensors(draw: random.Random, mesh: DeviceMesh) -> Iterator[DTensor]:
     for _ in range(TENSORS):
         shape = [draw.randint(0, 7) for _ in range(draw.randint(1, 3))]
         value = torch.randint(0, 100, shape).to(draw.choice(DTYPES))
-        placements: list[Placement] = []
-        for _ in range(mesh.ndim):
-            placements.append(draw.choice([Replicate(), Shard(draw.randrange(len(shape)))]))
+        placements = [draw.choice([Replicate(), Shard(draw.randrange(len(shape)))]) for _ in range(mesh.ndim)]
         yield distribute_tensor(value, mesh, placements)
 
 
 def parameters_of_shards(mesh: DeviceMesh) -> Iterator[DTensor]:
     """Yield parts of parts: layers that are cut over a row and sharded over a column."""
-    net = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7), nn.LayerNorm(7))
-    parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 7))
+    parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(net, mesh=mesh["data"])
-    for parameter in net.parameters():
-        assert isinstance(parameter, DTensor)
-        yield parameter
+    yield from net.parameters()  # type: ignore[misc]
 
 
 def sums(mesh: DeviceMesh) -> Iterator[DTensor]:
@@ -66,4 +61,4 @@ def compare(seed: int, rows: int, columns: int) -> int:
 def test_whole_tensors_are_those_of_torchs_full_tensor(rows: int, columns: int) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
-    assert in_processes(rows * columns, partial(compare, seed, rows, columns)) == TENSORS + 8
+    assert in_processes(rows * columns, partial(compare, seed, rows, columns)) == TENSORS + 6

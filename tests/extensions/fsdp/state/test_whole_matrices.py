@@ -16,7 +16,7 @@ from tests.extensions.fsdp.programs import (
     STEP,
     SavesAfter,
     assert_close,
-    assert_same_in_processes,
+    assert_same_cases,
     fit,
     fsdp,
     in_processes,
@@ -35,24 +35,9 @@ class Alone(Matrices):
         return super().configure_optimizers()[0]
 
 
-class ByHand(Matrices):
-    """Steps both by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "Muon and AdamW": (Matrices, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "Muon alone": (Alone, {}),
-    "by hand": (ByHand, {"count": 48}),
 }
 
 
@@ -66,10 +51,8 @@ def trained(case: str, strategy: Any = "single_device", processes: int = 1) -> l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "replicas"), [(3, 1), (4, 2)])
-def test_training_with_muon_equals_that_of_one_device(processes: int, replicas: int) -> None:
-    calls = {case: partial(trained, case, fsdp(replicas=replicas), processes) for case in CASES}
-    assert_same_in_processes(processes, {case: partial(trained, case) for case in CASES}, calls)
+def test_training_with_muon_equals_that_of_one_device() -> None:
+    assert_same_cases(3, [*CASES], trained, partial(trained, strategy=fsdp(), processes=3))
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Shards as each process writes them: pieces of tensors, and folders that are there completely or not at all."""
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from equipoise.extensions.fsdp.state.writing.background import InBackground
 from equipoise.extensions.fsdp.state.writing.pieces import HostCopies, Piece, pieces_of
 from equipoise.parallel.shards.index import can_be_saved
 from equipoise.parallel.shards.reading import ShardReader
-from tests.extensions.fsdp.programs import group
 from tests.parallel.shards.folders import save
+from tests.support.process_groups import group
 from tests.support.programs import Program
 from tests.support.trainer_runs import refuses
 
@@ -39,13 +38,11 @@ class Scaled(Tensor):
 @pytest.mark.usefixtures("group")
 def test_tensors_that_are_more_than_their_bytes_cannot_be_saved() -> None:
     scaled = torch.ones(2).as_subclass(Scaled)
-    weights = (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.zeros(2).to(torch.float8_e5m2))
-    assert [can_be_saved(each) for each in (*weights, scaled, torch.ones(2).to_sparse())] == [True] * 3 + [False] * 2
-    mesh = init_device_mesh("cpu", (1,))
-    plain, unknown = (DTensor.from_local(local, mesh, [Shard(0)]) for local in (torch.ones(2), scaled))
-    assert [piece.name for piece in pieces_of({"w": plain})] == ["w"]
+    assert all(can_be_saved(each) for each in (torch.nn.Parameter(torch.ones(2)), torch.zeros(2).to(torch.float8_e5m2)))
+    assert not any(can_be_saved(each) for each in (scaled, torch.ones(2).to_sparse()))
+    weight = DTensor.from_local(scaled, init_device_mesh("cpu", (1,)), [Shard(0)])
     words = ("'w' cannot be saved in shards: it is a Scaled of torch.float32", "checkpoints='full'")
-    refuses(lambda: pieces_of({"w": unknown}), *words, error=CheckpointError)
+    refuses(lambda: pieces_of({"w": weight}), *words, error=CheckpointError)
 
 
 KILLED = """
@@ -73,10 +70,7 @@ def test_the_earlier_checkpoint_stays_where_a_process_is_killed_as_it_writes(whe
     assert os.listdir(tmp_path) == [path.name]
 
 
-# In the background.
-
-
-def test_errors_of_the_background_thread_come_at_the_next_call() -> None:
+def test_one_checkpoint_is_written_at_a_time_and_errors_come_at_the_next() -> None:
     background = InBackground("test")
 
     def fails() -> None:
@@ -86,32 +80,3 @@ def test_errors_of_the_background_thread_come_at_the_next_call() -> None:
     with pytest.raises(CheckpointError, match="on purpose"):
         background.start(fails)
     background.wait()
-
-
-class ReleasesAsItWaits(InBackground):
-    """Releases the function in the thread when somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__("test")
-        self.released = threading.Event()
-
-    def wait(self, seconds: float | None = None) -> None:
-        self.released.set()
-        super().wait(seconds)
-
-
-def test_one_checkpoint_is_written_at_a_time() -> None:
-    background, written = ReleasesAsItWaits(), []
-
-    def first() -> None:
-        assert background.released.wait(60)
-        written.append("first")
-
-    def second() -> None:
-        written.append("second")
-
-    background.start(first)
-    background.released.clear()
-    background.start(second)
-    background.wait()
-    assert written == ["first", "second"]
