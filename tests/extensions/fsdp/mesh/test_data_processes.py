@@ -24,7 +24,7 @@ class Rows(ConnectedProcesses):
 
 
 def exchanged(rank: int) -> list[Any]:
-    data, value = Rows(rank).data, torch.tensor((1.0, 1.0, 4.0, 4.0)[rank])
+    data, value = Rows(rank).data, torch.tensor((1.0, 2.0, 4.0, 8.0)[rank])
     objects = [(data.rank, data.world_size, data.is_main), data.gather_objects(rank), data.broadcast(rank, 1)]
     reduced = [float(data.reduce(value, reduce_op=name)) for name in ("sum", "mean", "min", "max")]
     return [*objects, reduced, data.reduce("text"), data.all_gather(value).tolist()]
@@ -34,7 +34,7 @@ def exchanged(rank: int) -> list[Any]:
 def test_processes_that_share_a_batch_count_once() -> None:
     for rank, (place, *values) in enumerate(in_group(exchanged, processes=4)):
         assert place == (rank // 2, 2, rank == 0)
-        assert values == [[0, 2], 2, [5.0, 2.5, 1.0, 4.0], "text", [1.0, 4.0]]
+        assert values == [[0, 2], 2, [5.0, 2.5, 1.0, 8.0], "text", [1.0, 4.0]]
 
 
 def test_one_row_exchanges_nothing() -> None:
