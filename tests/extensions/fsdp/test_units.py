@@ -98,7 +98,7 @@ def test_names_of_units_are_checked(name: str, words: str) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_table_shows_the_units() -> None:
-    """What `configure_model` has sharded is divided already."""
+    """A unit that `configure_model` has sharded is divided already."""
     net = Net()
     fully_shard(net.blocks[0], mesh=init_device_mesh("cpu", (1,)))
     lines = [line.split() for line in table_of(choose_units(net, ["blocks.*"]), 2).splitlines()]
