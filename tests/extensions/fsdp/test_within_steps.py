@@ -146,7 +146,7 @@ def noisy(module: Any, batch: Any, batch_idx: int) -> None:
 def redrawn(module: Any, batch: Any, batch_idx: int) -> None:
     for parameter in module.trained():
         parameter.data.clamp_(-0.3, 0.3)
-    module.last.weight.detach().apply_(lambda value: value / 2)
+    module.scale.detach().apply_(lambda value: value / 2)
     plain(module, batch, batch_idx)
     module.log("norm", sum(parameter.norm() for parameter in module.parameters()), on_epoch=True)
     with torch.no_grad():
