@@ -20,8 +20,6 @@ class Elsewhere(LocalFileSystem):
     protocol = "mock"
     # A pattern of the names whose content is lost in the midst of a write, in this process; empty: none.
     faulty: ClassVar[str] = ""
-    # What happens then.
-    fault: ClassVar[Any] = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(auto_mkdir=True, **options)
@@ -52,8 +50,6 @@ class _Faulty(LocalFileOpener):
     def write(self, data: Any, *args: Any, **options: Any) -> Any:
         super().write(bytes(data)[: len(data) // 2])
         self.f.flush()
-        if Elsewhere.fault is not None:
-            Elsewhere.fault()
         raise ConnectionError("the line is dead")
 
 

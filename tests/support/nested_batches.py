@@ -1,15 +1,14 @@
 """Nested batches of any form, drawn by hypothesis."""
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hypothesis import strategies as st
 
 from tests.support.nested import Frozen, Pair, Sample
 
-__all__ = ["leaves_of", "nested"]
+__all__ = ["nested"]
 
 
 class Named(dict[str, Any]):
@@ -65,14 +64,3 @@ def nested(leaves: st.SearchStrategy[Any], *, lists: bool = True) -> st.SearchSt
         return st.one_of(*kinds, *([items] if lists else []))
 
     return st.recursive(leaves, wrap, max_leaves=10)
-
-
-def leaves_of(batch: Any) -> list[Any]:
-    """Return everything in a batch that is no container."""
-    if isinstance(batch, Mapping):
-        return [leaf for value in batch.values() for leaf in leaves_of(value)]
-    if isinstance(batch, (tuple, list)):
-        return [leaf for value in batch for leaf in leaves_of(value)]
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return [leaf for each in fields(batch) for leaf in leaves_of(getattr(batch, each.name))]
-    return [batch]

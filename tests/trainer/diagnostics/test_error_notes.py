@@ -263,6 +263,19 @@ def test_arguments_of_hooks_that_a_run_does_not_call_are_not_checked() -> None:
         run.predict(Net(), batches(good()[0]))
 
 
+def test_a_module_that_cannot_be_printed_does_not_hide_the_error() -> None:
+    class Unprintable(nn.Linear):
+        def __repr__(self) -> str:
+            raise ValueError("not to be seen")
+
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features[:, :1])
+
+    module = Net()
+    module.head = Unprintable(5, 3)
+    assert notes_of(RuntimeError, module, batches(good())) == ""
+
+
 class AsksForTheMesh(Net):
     def configure_model(self) -> None:
         self.device_mesh["data_parallel"]
