@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.migration import migrate_checkpoint
 from torch.optim.lr_scheduler import StepLR
 
 from equipoise import CheckpointError, Trainer
@@ -100,6 +101,15 @@ def test_weights_only_leaves_out_what_lightning_leaves_out(tmp_path: Path) -> No
     assert ours.pop("equipoise").keys() == {"version", "run"}
     assert theirs.keys() == ours.keys()
     assert "optimizer_states" not in theirs
+
+
+def test_a_file_of_lightning_1_4_is_migrated_as_lightning_does(tmp_path: Path) -> None:
+    old = {"pytorch-lightning_version": "1.4.9", "state_dict": {"w": torch.ones(2)}, "epoch": 3, "global_step": 12}
+    old |= {"callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    torch.save(old, tmp_path / "a.ckpt")
+    migrated = load_checkpoint(tmp_path / "a.ckpt")
+    assert migrated["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 3
+    assert_equal(migrated, migrate_checkpoint(old)[0])
 
 
 def test_a_checkpoint_of_a_validation_says_nothing_of_training(tmp_path: Path) -> None:
