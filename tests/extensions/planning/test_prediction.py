@@ -17,7 +17,12 @@ from equipoise.extensions.common.planned_devices import PlannedDevice
 from equipoise.extensions.planning.comparison import plan_strategies, recommend
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.tracing.tracer import trace_step
-from equipoise.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
+from equipoise.strategies import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+)
 from tests.extensions.planning.steps import Step, Transformer, example_of, module_of, peak_of, recorded_really
 
 
@@ -106,6 +111,16 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="timeout must be"):
         predict_memory(module_of("perceptron"), example_of("perceptron"), timeout=0)
     assert equipoise.predict_memory is predict_memory
+
+
+@pytest.mark.thorough
+def test_samples_of_the_balanced_strategy_follow_its_arguments() -> None:
+    prediction = trace_step(lambda: module_of("perceptron"), example_of("perceptron"), StepSettings())
+    arguments: list[dict[str, Any]] = [{"first_device_batch_size": 2}, {"shares": [1, 3, 2]}]
+    strategies = [BalancedDataParallelStrategy(**each) for each in arguments]
+    devices = [PlannedDevice(name="cpu", kind="cpu", memory=2**30)] * 3
+    plans = plan_strategies(prediction, module_of("perceptron"), strategies, devices, 12)
+    assert [[device.samples for device in plan.devices] for plan in plans] == [[2, 5, 5], [2, 6, 4]]
 
 
 @pytest.mark.slow
