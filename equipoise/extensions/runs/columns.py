@@ -141,7 +141,12 @@ def best_run(runs: Sequence[Run], metric: str) -> Run | None:
 
 
 def further_keys(count: int) -> str:
-    """Return the beginning of a sentence about keys that are left out, such as "2 more keys differ"."""
+    """Return the beginning of a sentence about keys that are left out.
+
+    Example:
+        >>> further_keys(2)
+        '2 more keys differ'
+    """
     verb = "differs" if count == 1 else "differ"
     return f"{counted(count, 'more key')} {verb}"
 
