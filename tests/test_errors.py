@@ -12,7 +12,7 @@ KINDS = [ConfigurationError, ConfigurationTypeError, ConfigurationRuntimeError, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lightnings_exception_class_catches_it(kind: type[Exception]) -> None:
+def test_a_configuration_error_is_also_a_misconfiguration_exception_of_lightning(kind: type[Exception]) -> None:
     with pytest.raises(MisconfigurationException, match="the rule") as caught:
         raise kind("the rule")
     assert isinstance(caught.value, kind)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning as L
 import pytest
 import torch
@@ -214,6 +215,31 @@ def test_checkpoints_at_an_address_that_only_fsspec_knows(memory_files: Any) -> 
     assert again.global_step == 9
     with pytest.raises(CheckpointError, match=r"'memory://run/kept/gone\.ckpt'"):
         load_checkpoint("memory://run/kept/gone.ckpt")
+
+
+class MakesFolder:
+    """An object whose creation makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.makedirs, (str(self.path), 0o777, True)
+
+
+def test_code_in_a_file_from_a_url_runs_only_with_weights_only_false(memory_files: Any, tmp_path: Path) -> None:
+    run = trainer()
+    run.fit(Small(), loader())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    made, url = tmp_path / "made", "memory://run/x.ckpt"
+    with fsspec.open(url, "wb") as file:
+        torch.save({**read(tmp_path / "x.ckpt"), "extra": MakesFolder(made)}, file)
+    with pytest.warns(UserWarning, match=r"'extra' \(os\.makedirs\)"):
+        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=url)
+    assert not made.exists()
+    with pytest.warns(UserWarning, match="weights_only=False: the code"):
+        trainer(max_epochs=2).fit(Small(), loader(), ckpt_path=url, weights_only=False)
+    assert made.exists()
 
 
 # Which one

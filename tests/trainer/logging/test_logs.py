@@ -54,6 +54,22 @@ def test_values_of_one_name_in_two_hooks_are_apart() -> None:
     assert plain(logs.metrics()) == {"x": 2.0}
 
 
+def test_metrics_that_callbacks_read_are_computed_when_read() -> None:
+    class Counting(Collection):
+        reads = 0
+
+        def values_of_step(self, dataloader_idx: int | None) -> Any:
+            self.reads += 1
+            return super().values_of_step(dataloader_idx)
+
+    logs, counting = logs_of(), Counting(training=True)
+    logs.enter(counting)
+    run(logs, [(1.0, 1), (2.0, 1), (3.0, 1)])
+    assert counting.reads == 0
+    assert plain(logs.callback_metrics)["loss_step"] == plain(logs.callback_metrics)["loss"] == 3.0
+    assert counting.reads == 1
+
+
 # Values
 
 
@@ -175,6 +191,22 @@ def test_values_of_an_epoch_are_reduced_over_processes_with_means_weighted_by_sa
     assert set(logs.callback_metrics) >= {"loss", "loss_epoch"}
 
 
+def test_a_value_of_the_epochs_end_read_in_a_hook_is_that_of_this_process_and_reduced_for_loggers() -> None:
+    """A hook of the main process may print what it has logged."""
+    peers = Peers([[]], [[]])
+    logs = logs_of(reduction=peers.reduction())
+    logs.end_batches()
+    log(logs, "x", 1.0, hook="on_train_epoch_end", on_step=False, on_epoch=True)
+    assert plain(logs.callback_metrics) == {"x": 1.0}
+    assert len(peers.sent) == 1
+    (report,) = peers.reports[0]
+    report.append(
+        {**logs.collection.entries["on_train_epoch_end", "x", None].state_dict({}), "total": torch.tensor(3.0)}
+    )
+    logs.share_values()
+    assert plain(logs.metrics()) == {"x": 2.0}
+
+
 def test_a_value_of_rank_zero_only_stays_in_its_process() -> None:
     reports = [report_of(ELSEWHERE, rank_zero_only=True)]
     logs = logs_of(reduction=Peers(reports).reduction())
@@ -200,7 +232,7 @@ KEY = ("training_step", "loss", None)
 
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 4.0), ("sum", 8.0), ("min", 2.0), ("max", 6.0)])
-def test_values_of_a_step_are_reduced_over_processes(reduce_fx: str, expected: float) -> None:
+def test_values_of_a_step_with_sync_dist_are_reduced_when_loggers_receive_them(reduce_fx: str, expected: float) -> None:
     peers = Peers([{KEY: torch.tensor(6.0)}, {}])
     logs = logs_of(reduction=peers.reduction())
     run(logs, [(2.0, 1)], reduce_fx=reduce_fx, sync_dist=True)

@@ -150,12 +150,13 @@ def test_a_plateau_of_a_value_that_no_validation_logs_is_an_error() -> None:
     assert run.current_epoch == 1
 
 
-def test_an_evaluated_checkpoint_logs_at_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluate", ["validate", "test"])
+def test_an_evaluated_checkpoint_logs_at_its_step(evaluate: str, tmp_path: Path) -> None:
     fit = trainer(max_epochs=2)
     fit.fit(Small(), loader(4))
     fit.save_checkpoint(path := tmp_path / "a.ckpt")
     run = trainer(logger=CSVLogger(tmp_path / "logs", name="", version=""))
-    run.test(Small(), loader(2), ckpt_path=path, verbose=False)
+    getattr(run, evaluate)(Validated(), loader(2), ckpt_path=path, verbose=False)
     (row,) = csv.DictReader((tmp_path / "logs" / "metrics.csv").read_text().splitlines())
     assert int(row["step"]) == 8
     assert run.global_step == 0

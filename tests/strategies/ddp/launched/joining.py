@@ -40,6 +40,7 @@ trainer = Trainer(**said, accelerator="cpu", max_epochs=2, logger=False,
                   precision="64-true")
 trainer.fit(module, DataLoader(data, batch_size=4 // trainer.world_size), DataLoader(data, batch_size=4))
 val = float(trainer.callback_metrics["val"])
+assert not torch.distributed.is_initialized(), "the process group of the fit is open"
 predicted = torch.cat(trainer.predict(module, DataLoader(data, batch_size=4))).tolist()
 result = {"weights": [weight.tolist() for weight in module.parameters()], "val": val, "predicted": predicted,
           "rank": trainer.global_rank, "world": trainer.world_size,
