@@ -37,7 +37,7 @@ ON_OTHER_DEVICES_ONLY = {
     f"{_PIPELINE}/test_refusals.py::test_shared_layers_with_statistics_on_one_device": (
         "stages of one device share the layer; there are two devices here"
     ),
-    f"{_REPLICATED}/test_replicated.py::test_batches_are_cut_in_the_dimension_of_samples": _IN_ORDER,
+    f"{_REPLICATED}/test_replicated.py::test_batches_are_cut_in_the_dimension_of_samples_and_weigh_as_many": _IN_ORDER,
     f"{_REPLICATED}/test_forward.py::test_the_step_runs_once_and_forward_in_parts": _IN_ORDER,
     f"{_REPLICATED}/test_balanced.py::test_first_device_batch_size_cuts_batches": (
         "the third device is the first one again, so its part is not the last one"
