@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise import BalancedDataParallelStrategy, ConfigurationError, DDPStrategy, PipelineStrategy
+from equipoise.interop.torch.autograd import is_in_backward
 from equipoise.memory.profile.ledger import Ledger
 from equipoise.parallel.activation_checkpointing import is_checkpointed
 from tests.support.equality import assert_equal
@@ -171,10 +172,24 @@ def test_weights_are_the_same_to_the_bit_with_options(make: Any, options: dict[s
     assert_equal(fit(None, make=make, **options), fit(["net.*"], make=make, **options))
 
 
+class Called(nn.Tanh):
+    """Writes down the phase of each call."""
+
+    phases: ClassVar[list[str]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.phases.append("backward" if is_in_backward() else "forward")
+        return super().forward(x)
+
+
 class Measured(Deep):
     """Keeps account of the second step."""
 
     held = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1][1] = Called()  # type: ignore[index]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.ledger = Ledger(self)
@@ -188,10 +203,12 @@ class Measured(Deep):
         self.held = self.ledger.peak("cpu", "forward").totals()["activation"]
 
 
-def test_checkpointed_activations_are_not_held() -> None:
+def test_checkpointed_activations_are_not_held_and_computed_again_in_the_backward() -> None:
+    Called.phases.clear()
     plain, less = (fit(patterns, make=Measured, max_epochs=1)[0] for patterns in (None, ["net.*"]))
     block = BATCH * 8 * 8  # bytes of one activation of a block
     assert plain.held - less.held >= 4 * block
+    assert Called.phases.count("backward") == BATCHES
 
 
 @pytest.mark.parametrize("name", ["single_device", "pipeline"])

@@ -103,7 +103,7 @@ def test_a_ragged_last_step_of_ddp_is_that_of_one_device(collate: Any, shares: A
     [("ddp", 2, {"num_workers": 1, "persistent_workers": True}), ("single_device", 1, {})],
     ids=["ddp with workers", "accumulation on one device"],
 )
-def test_batches_of_a_batch_sampler_of_the_users_own_weigh_by_their_samples(
+def test_batches_of_a_batch_sampler_without_batch_size_are_divided_and_weigh_by_their_samples(
     strategy: str, devices: int, options: dict[str, Any]
 ) -> None:
     data, pairs = Sequences(10), [[0, 1, 2, 3], range(4, 10)]
@@ -156,7 +156,7 @@ def of_graphs(numbers: list[float]) -> dict[str, Any]:
     ("strategy", "devices", "workers"),
     [("single_device", 1, 1), ("ddp", 2, 1), ("virtual", 2, 0)],
 )
-def test_means_over_an_epoch_weigh_batches_by_the_samples_that_were_drawn(
+def test_means_over_an_epoch_with_sync_dist_weigh_batches_by_the_samples_that_were_drawn(
     strategy: str, devices: int, workers: int
 ) -> None:
     numbers = [float(number) for number in range(7)]

@@ -28,17 +28,19 @@ class Interrupted(L.LightningModule):
 
     Args:
         pid: The process that receives it; 0: the own one. None: no signal is sent.
+        number: The signal.
     """
 
-    def __init__(self, pid: int | None) -> None:
+    def __init__(self, pid: int | None, number: int) -> None:
         super().__init__()
+        self.number = number
         self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.pid = pid
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.pid is not None and self.trainer.progress.batch.total.ready == 3 + 2 * self.global_rank:
             if not self.trainer.received_sigterm:
-                os.kill(self.pid or os.getpid(), signal.SIGUSR1)
+                os.kill(self.pid or os.getpid(), self.number)
             while not self.trainer.received_sigterm:
                 time.sleep(0.01)
         return self.net(batch[0]).square().mean()
@@ -47,14 +49,14 @@ class Interrupted(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def train(folder: Path, *, pid: int | None = None, **options: Any) -> Path | None:
+def train(folder: Path, *, pid: int | None = None, number: int = signal.SIGUSR1, **options: Any) -> Path | None:
     """Train in each task; the first process of all writes weights and steps into the folder.
 
     Returns:
         The checkpoint from which it continued.
     """
     torch.manual_seed(0)
-    module, data = Interrupted(pid), TensorDataset(torch.randn(24, 3))
+    module, data = Interrupted(pid, number), TensorDataset(torch.randn(24, 3))
     run = trainer(max_epochs=2, precision="64-true", default_root_dir=folder, **options)
     run.fit(module, DataLoader(data, batch_size=2, shuffle=True))
     if run.is_global_zero:
@@ -99,9 +101,9 @@ class Job:
             "MASTER_PORT": str(port),
         }
 
-    def run(self, pid: int | None = None, *, restarts: int = 0) -> set[int | None]:
+    def run(self, pid: int | None = None, *, number: int = signal.SIGUSR1, restarts: int = 0) -> set[int | None]:
         """Runs all tasks, and returns their exit codes."""
-        call = f"train(Path({str(self.folder)!r}), pid={pid})"
+        call = f"train(Path({str(self.folder)!r}), pid={pid}, number={number:d})"
         script = f"from pathlib import Path\nfrom {__name__} import train\n{call}\n"
         port = unused_port()
         with ExitStack() as stack:
@@ -130,6 +132,15 @@ def test_tasks_end_after_the_same_batch_are_put_back_into_the_queue_and_go_on(tm
     assert job.run(restarts=1) == {0}
     assert result(job.folder) == expected
     assert not job.checkpoint.exists()
+
+
+@pytest.mark.thorough
+def test_tasks_that_receive_sigterm_at_different_times_end_after_the_same_batch(tmp_path: Path) -> None:
+    job = Job(tmp_path, tasks=2)
+    assert job.run(pid=0, number=signal.SIGTERM) == {0}
+    assert not job.queued
+    assert torch.load(job.checkpoint, weights_only=True)["global_step"] >= 5
+    assert not (tmp_path / "weights.pt").exists()
 
 
 @pytest.mark.thorough
