@@ -16,6 +16,7 @@ from equipoise.memory.devices import (
     MemoryReading,
     PeakMeter,
     list_devices,
+    peak_of_process,
     read_memory,
     reset_peak,
 )
@@ -120,6 +121,16 @@ def test_a_meter_sees_a_peak_and_leaves_that_of_others() -> None:
     assert read_memory("cpu").peak - before.allocated > 250e6  # that of the first block, whoever measured in between
     reset_peak("cpu")
     assert read_memory("cpu").peak - before.allocated < 150e6
+
+
+@pytest.mark.thorough
+def test_the_peak_of_the_process_outlives_resets() -> None:
+    held = mapped(200_000_000)
+    del held
+    peak = read_memory("cpu").peak
+    reset_peak("cpu")
+    assert peak is not None
+    assert peak_of_process("cpu") >= peak
 
 
 @pytest.mark.thorough

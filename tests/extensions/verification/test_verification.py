@@ -45,7 +45,7 @@ class Perceptron(L.LightningModule):
         if "noise" in self.options:
             features = features + torch.randn_like(features)
         if "chosen" in self.options:
-            features = features + torch.multinomial(features.softmax(1), 1) / self.temperature
+            features = features + torch.multinomial(features.softmax(1), 1) * (1 / self.temperature)
         return F.mse_loss(self.head(self.net(features)), targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
