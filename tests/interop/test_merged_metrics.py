@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.regression import PearsonCorrCoef
 
 from equipoise import ConfigurationError
 from equipoise.interop.merged_metrics import join_metrics, merge_metric_states, merge_saved_states, states_to_send
@@ -168,6 +169,15 @@ def test_metrics_of_processes_end_as_that_of_one(batches: list[list[float]], pro
         assert_equal(getattr(whole, name), getattr(together, name), 1e-12)
     # In the order of the batches.
     assert_equal([whole.items, whole.unreduced], [together.items, together.unreduced])
+
+
+def test_tensors_without_a_reduction_are_put_together_by_the_metric() -> None:
+    x, y = torch.randn(2, 12, generator=torch.Generator().manual_seed(1))
+    whole, parts = PearsonCorrCoef(), [PearsonCorrCoef() for _ in range(3)]
+    whole.update(x, y)
+    for part, rows in ((parts[0], slice(5)), (parts[2], slice(5, 12))):
+        part.update(x[rows], y[rows])
+    torch.testing.assert_close(joined(parts).compute(), whole.compute(), rtol=1e-5, atol=1e-6)
 
 
 def test_lists_of_unequal_lengths_stay_as_they_are() -> None:

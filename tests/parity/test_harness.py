@@ -27,6 +27,13 @@ class Flawed(Callback):
         pl_module.net[2].eval()
 
 
+class Fail(Callback):
+    """Raises where Lightning does not."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        raise ArithmeticError("not in Lightning")
+
+
 @pytest.mark.parametrize("run", ["plain", "watched"])
 def test_a_flaw_in_one_of_the_two_runs_is_found_out(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trainer(**options: Any) -> Any:
@@ -42,6 +49,17 @@ def test_a_flaw_in_one_of_the_two_runs_is_found_out(run: str, tmp_path: Path, mo
 def flawed(flaw: type[Callback]) -> Any:
     """Lightning's trainer with one flaw."""
     return lambda **options: L.Trainer(**{**options, "callbacks": [flaw(), *options["callbacks"]]})
+
+
+def test_an_error_that_lightning_does_not_raise_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equipoise, "Trainer", flawed(Fail))
+    with pytest.raises(ArithmeticError, match="not in Lightning"):
+        check(Case(name="failing"), tmp_path)
+
+
+def test_a_missing_error_is_found_out(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="Lightning did not raise"):
+        check(Case(name="peaceful", raises=ArithmeticError), tmp_path)
 
 
 def watched(options: Any) -> bool:
@@ -64,3 +82,8 @@ def test_another_order_of_hooks_is_found_out(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Swapped, "twice", False)
     with pytest.raises(AssertionError, match=r"swapped \(watched\)[^-]*hooks[\s\S]*\+ module.on_before_zero_grad"):
         check(Case(name="swapped", module=Swapped, options={"max_epochs": 1}), tmp_path)
+
+
+def test_a_case_that_proves_nothing_is_found_out(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="does not do what the case is about"):
+        check(Case(name="vacuous", proves=lambda record: record["counters"]["global_step"] == 99), tmp_path)

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from equipoise import NoGradEvaluation, StepError, Trainer
 from tests.support.equality import assert_equal
 from tests.support.fits_with_evaluations import Plain, samples, trained
+from tests.support.programs import Program
 from tests.support.trainer_runs import trainer as quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples", "ignore:.*use_libuv", "ignore:.*fork")
@@ -159,3 +161,30 @@ def test_an_evaluation_without_a_trainer_in_a_group_of_processes() -> None:
     assert torch.equal(labels, samples(13).tensors[1])
     torch.testing.assert_close(predictions, module.net(samples(13).tensors[0].double()).detach())
     assert result.values["micro"] == float((predictions.argmax(1) == labels).float().mean())
+
+
+FRESH = """
+from tests.callbacks.evaluation.test_no_grad_evaluation_ddp import compare_under_lightning
+
+compare_under_lightning()
+"""
+
+
+@pytest.mark.thorough
+def test_values_under_lightnings_own_trainer_are_those_of_one_process() -> None:
+    """In another process: one that has run a backward cannot be forked for it."""
+    with Program(FRESH) as program:
+        complaints = program.finish()[1]
+        assert program.returncode == 0, complaints
+
+
+def compare_under_lightning() -> None:
+    found = {}
+    for processes, options in ((1, {"devices": 1}), (2, {"strategy": "ddp_fork", "devices": 2})):
+        torch.manual_seed(5)
+        evaluation = NoGradEvaluation(DataLoader(samples(23), batch_size=5), several())
+        trainer = quiet(L.Trainer, **options, callbacks=[evaluation])
+        trainer.fit(Linear(), DataLoader(samples(8), batch_size=4 // processes))
+        found[processes] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found[1] == pytest.approx(found[2])
+    assert set(found[2]) == {"eval/macro", "eval/micro"}

@@ -3,10 +3,12 @@
 Each test stands for a name in `equipoise/interop`. An upgrade of one of the three packages shows here what has changed.
 """
 
+import copy
 import inspect
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -86,6 +88,12 @@ class OwnCheckpoint(ModelCheckpoint):
 def test_a_checkpoint_callback_that_has_nothing_to_do_in_a_batch(callback: Any, idle: bool) -> None:
     assert cannot_fire(callback, "on_train_batch_end") == idle
     assert not cannot_fire(callback, "on_train_epoch_end")
+    if idle:
+        run = mock.MagicMock(global_step=3, current_epoch=0, callback_metrics={})
+        before = copy.deepcopy(callback.state_dict())
+        callback.on_train_batch_end(run, mock.MagicMock(automatic_optimization=True), {}, None, 2)
+        assert callback.state_dict() == before
+        run.save_checkpoint.assert_not_called()
 
 
 def test_a_resumed_run_does_not_save_a_step_again(tmp_path: Path) -> None:
@@ -160,6 +168,3 @@ def test_gradients_of_one_optimiser_alone() -> None:
 
     trainer(max_steps=1, limit_train_batches=1).fit(Module(), loader())
     assert seen == [[False, False, True, True], [True] * 4]
-
-
-# Loaders

@@ -42,3 +42,10 @@ def test_processes_end_together_though_every_batch_takes_longer_than_a_signal(
         wait(20.0)
     assert ends(1, 6 + 2 * window, window)
     assert ends(0, 6 + 2 * window, window)
+
+
+def test_a_process_that_alone_was_signalled_ends_by_itself(wait: Callable[[float], None]) -> None:
+    for batch in range(5, 100):
+        assert not ends(1, batch)  # quick batches, within the time that signals take
+    wait(20.0)
+    assert ends(1, 100)

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from equipoise.parallel.communication import process_group
 from equipoise.parallel.communication.process_group import StoreServer, follows_from_another, host_group, joined
 from equipoise.parallel.communication.rank import Rank, find_rank
 from equipoise.parallel.workers.launch import launch
+from tests.support.ports import unused_port
 from tests.support.process_groups import CPU, PATIENCE, gathered, in_group, started, summed
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -69,9 +71,12 @@ def twice(place: Rank, port: int) -> tuple[list[float], list[Any]]:
     store = dist.PrefixStore("others", dist.TCPStore("127.0.0.1", port, timeout=PATIENCE, use_libuv=False))
     dist.init_process_group("gloo", store=store, rank=place.global_rank, world_size=place.world_size)
     found = find_rank({})
+    with joined(place, CPU, timeout=PATIENCE, port=port):
+        sums = [summed()]
+    sums.append(summed())
     with pytest.raises(ZeroDivisionError), joined(place, CPU, timeout=PATIENCE, port=port):
         raise ZeroDivisionError
-    sums = [summed()]
+    sums.append(summed())
     dist.destroy_process_group()
     with joined(place, CPU, timeout=PATIENCE, port=port):
         sums.append(summed())
@@ -81,7 +86,7 @@ def twice(place: Rank, port: int) -> tuple[list[float], list[Any]]:
 
 
 def test_a_process_group_of_others_stays_open_and_our_own_is_closed() -> None:
-    assert started(twice) == ([3, 3], [Rank(0, 0, 0, 2, None), Rank(1, 1, 0, 2, None)])
+    assert started(twice) == ([3, 3, 3, 3], [Rank(0, 0, 0, 2, None), Rank(1, 1, 0, 2, None)])
 
 
 def beside(place: Rank, port: int, begun: bool) -> tuple[float, bool, bool]:
@@ -135,6 +140,21 @@ def meets_by_environment(place: Rank, port: int) -> list[float]:
 
 def test_the_environment_says_where_to_meet() -> None:
     assert started(meets_by_environment) == [3, 3]
+
+
+def keeps_its_store(place: Rank, port: int) -> bool:
+    """As under Slurm: if the first process closed it after a run, a faster one would wait for it until the timeout."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(place.global_rank), WORLD_SIZE="2")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    stores = []
+    for _ in range(2):
+        with joined(place, CPU, timeout=PATIENCE):
+            stores.append(process_group._meet(place, PATIENCE))
+    return stores[0] is stores[1]
+
+
+def test_the_store_of_the_first_process_stays_for_the_next_group() -> None:
+    assert started(keeps_its_store, port=unused_port())
 
 
 def leaves_a_word(port: int, attempt: int, rank: int) -> bool:

@@ -179,6 +179,27 @@ def test_an_average_of_the_weights_is_updated_in_a_process_without_a_batch() -> 
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
+class AveragesStatistics(Normalised):
+    """Notes the averaged statistics of each process, and those with which it validates."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        (average,) = self.trainer.callbacks
+        self.own = average._average_model.module.net[1].running_mean.tolist()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        statistics = (self.own, self.net[1].running_mean.tolist())
+        self.own_means, self.validated_means = zip(*self.trainer.strategy.gather_objects(statistics), strict=True)
+
+
+@pytest.mark.thorough
+def test_buffers_of_an_average_are_those_of_the_first_process() -> None:
+    module, average = numbered(AveragesStatistics), EMAWeightAveraging(decay=0.5, use_buffers=True)
+    run = trainer(callbacks=[average], max_epochs=1, num_sanity_val_steps=0)
+    run.fit(module, DataLoader(Samples(16), batch_size=2), DataLoader(Samples(4), batch_size=2))
+    assert module.own_means[0] != module.own_means[1]
+    assert module.validated_means == (module.own_means[0],) * 2
+
+
 class LogsApart(Numbered):
     """Logs other names in each process when an epoch ends."""
 

@@ -59,6 +59,8 @@ class Drawing(L.LightningModule):
         return self.layer(batch).square().mean()
 
     def on_train_end(self) -> None:
+        with torch.random.fork_rng([]):
+            self.own["next"] = torch.rand(3).tolist()
         self.drawn = self.trainer.strategy.gather_objects(self.own)
 
     def configure_optimizers(self) -> Any:
@@ -86,7 +88,9 @@ def test_processes_draw_other_numbers_in_the_loop_and_the_same_before_it(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     first, second = fit(tmp_path, "ddp", 2, **options)
-    assert all(first[name] == second[name] for name in ("split", "loader"))
+    for name in ("split", "loader"):
+        assert first[name]
+        assert first[name] == second[name]
     for name in ("noise", "mask"):
         assert len(first[name]) == 6
         assert all(one != other for one, other in zip(first[name], second[name], strict=True))
@@ -96,6 +100,7 @@ def test_processes_draw_other_numbers_in_the_loop_and_the_same_before_it(
 
 def test_the_first_process_draws_as_a_run_in_one_process(tmp_path: Path) -> None:
     (one,), (first, _) = fit(tmp_path / "one", "single_device", 1), fit(tmp_path / "two", "ddp", 2)
+    assert torch.rand(3).tolist() == first["next"]  # what follows the run goes on from it
     assert first["split"] == one["split"]
     assert first["mask"][0] == one["mask"][0]
 
@@ -112,5 +117,5 @@ def test_a_resumed_run_draws_as_an_undisturbed_one(tmp_path: Path) -> None:
 def test_further_ranks_of_a_resumed_run_draw_other_numbers(tmp_path: Path) -> None:
     fit(tmp_path / "one", "single_device", 1)
     first, second = fit(tmp_path / "two", "ddp", 2, tmp_path / "one" / "step=3.ckpt")
-    # The lists of the first run come along.
+    assert len(first["mask"]) == len(second["mask"]) == 12  # the lists of the first run come along
     assert all(mask != other for mask, other in zip(first["mask"][3:], second["mask"][3:], strict=True))

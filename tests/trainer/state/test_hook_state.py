@@ -188,6 +188,26 @@ def test_a_hook_of_the_module_after_the_checkpoint_was_written_is_called(
         assert fit(name, tmp_path / "whole" / f"{name}.ckpt") == expected
 
 
+def test_callbacks_behind_one_that_saves_see_its_batch_in_a_resumed_run(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2 and not (tmp_path / "x.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    class Losses(Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            self.seen.append(outputs["loss"].item())
+
+    def fit(path: Path | None = None) -> list[float]:
+        trainer(callbacks=[Saves(), losses := Losses()]).fit(Small(), loader(3), ckpt_path=path)
+        return losses.seen
+
+    assert fit() == fit(tmp_path / "x.ckpt")  # the list comes back, without the second batch
+
+
 def test_a_hook_whose_batch_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
     class Batch:
         def __init__(self, rows: Any) -> None:
