@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from equipoise import NoGradEvaluation, StepError, Trainer
@@ -182,9 +182,10 @@ def compare_under_lightning() -> None:
     found = {}
     for processes, options in ((1, {"devices": 1}), (2, {"strategy": "ddp_fork", "devices": 2})):
         torch.manual_seed(5)
-        evaluation = NoGradEvaluation(DataLoader(samples(23), batch_size=5), several())
-        trainer = quiet(L.Trainer, **options, callbacks=[evaluation])
+        data = DataLoader(samples(23), batch_size=5)
+        sums = NoGradEvaluation(data, SumMetric(), forward=labels, name="sums")  # no batch is read twice
+        trainer = quiet(L.Trainer, **options, callbacks=[NoGradEvaluation(data, several()), sums])
         trainer.fit(Linear(), DataLoader(samples(8), batch_size=4 // processes))
         found[processes] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found[1] == pytest.approx(found[2])
-    assert set(found[2]) == {"eval/macro", "eval/micro"}
+    assert set(found[2]) == {"eval/macro", "eval/micro", "sums/SumMetric"}
