@@ -544,7 +544,8 @@ def test_validations_draw_for_each_member_what_they_draw_in_its_own_run(validati
     assert_members(states_alone(seed, 3, OfAnyLoaders, **options), strategy)
 
 
-def test_one_order_for_all_members() -> None:
+@pytest.mark.parametrize("own_order", [False, True])
+def test_one_order_for_all_members_or_one_of_each(own_order: bool) -> None:
     class Noting(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -554,10 +555,11 @@ def test_one_order_for_all_members() -> None:
             self.seen.append(batch[0].sum().item())
             return super().training_step(batch, batch_idx)
 
-    strategy = EnsembleStrategy(members=2, own_order=False)
+    strategy = EnsembleStrategy(members=2, own_order=own_order)
     module = Noting()
     trainer(strategy, max_epochs=1).fit(module, loader(), loader(shuffle=False))
-    assert module.seen[::2] == module.seen[1::2]
+    assert (module.seen[::2] == module.seen[1::2]) != own_order
+    assert sum(module.seen[::2]) == pytest.approx(sum(module.seen[1::2]))
 
 
 def test_a_second_fit_goes_on_with_all_members(seed: int) -> None:

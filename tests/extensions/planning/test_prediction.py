@@ -134,7 +134,12 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     def devices_of(nbytes: int) -> list[PlannedDevice]:
         return [PlannedDevice(name="cpu", kind="cpu", memory=nbytes)] * 2
 
-    # 1. A batch that fits in halves alone.
+    # 1. All have room.
+    plans = plan_strategies(prediction, module, strategies, roomy := devices_of(2**30))
+    assert [plan.fits for plan in plans] == [True] * 3
+    assert recommend(plans, roomy, 4).overrides == ["strategy=ddp"]
+
+    # 2. A batch that fits in halves alone.
     recorded = recorded_really(module_of("transformer"), example, 16, settings)
     devices = devices_of(peak_of(recorded) + 200_000)
     plans = plan_strategies(prediction, module, strategies, devices, 30)
@@ -142,7 +147,7 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     assert recommend(plans, devices, 30).strategy == "dp"
     assert plans[1].largest_batch >= 30 > plans[0].largest_batch >= 16
 
-    # 2. A batch that fits in parts alone, whose gradients live longer if they are accumulated.
+    # 3. A batch that fits in parts alone, whose gradients live longer if they are accumulated.
     accumulated = replace(settings, accumulate_grad_batches=2)
     found = trace_step(lambda: module_of("transformer"), example, accumulated)
     longer = plan_strategies(found, module, strategies, devices, 80)
@@ -156,7 +161,7 @@ def test_strategies_are_recommended_by_what_fits() -> None:
     assert smaller <= {plan.strategy: plan.largest_batch for plan in longer}[advice.strategy]
     assert recommend(longer, devices, 80, (), 3).overrides[-1] == f"trainer.accumulate_grad_batches={3 * batches}"
 
-    # 3. Nothing fits.
+    # 4. Nothing fits.
     devices = devices_of(1000)
     plans = plan_strategies(prediction, module, strategies, devices)
     assert recommend(plans, devices, 4).reason == "no strategy fits, not even with one sample"

@@ -197,7 +197,7 @@ class TestServer:
         rows = parse(ask(served)[2]).one("table", "runs").one("tbody").all("tr")
         assert [row.all("td")[1].text for row in rows] == ["finished", "finished"]
 
-    def test_a_run_that_has_ended_is_read_again_if_it_has_written(
+    def test_a_run_that_is_under_way_or_has_written_is_read_again(
         self, write_run: WriteRun, monkeypatch: pytest.MonkeyPatch
     ):
         read: list[str] = []
@@ -208,12 +208,16 @@ class TestServer:
 
         monkeypatch.setattr(watched_runs, "read_run", note)
         ended = write_run("ended")
+        under_way = write_run("under_way", state="running")
         runs = WatchedRuns([])
         runs.page()
+        assert sorted(read) == ["ended", "under_way"]
+        (under_way / "live.jsonl").write_text('["val_loss", 29, 0.0625, 90.0]\n')
         runs.page()
-        assert read == ["ended"]
+        assert read[2:] == ["under_way"]
         (ended / "run.json").write_text(json.dumps(content(steps=1000)))
         assert b"1,000" in runs.page().html
+        assert sorted(read[3:]) == ["ended", "under_way"]
 
     def test_a_file_that_could_not_be_read_is_read_again(self, write_run: WriteRun, monkeypatch: pytest.MonkeyPatch):
         path = write_run("ended") / "run.json"

@@ -52,6 +52,18 @@ class Accumulates(Manual):
             optimizer.zero_grad()
 
 
+class Unwrapped(Manual):
+    """Steps the optimiser itself, past Lightning's wrapper: such steps are not counted. Returns a dictionary."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss, "index": batch_idx}
+
+
 class Scheduled(Manual):
     """Steps a scheduler in every batch and another in every epoch."""
 
@@ -118,6 +130,11 @@ class OwnHooks(Manual):
 CASES = [
     Case(name="closure", module=ByClosure),
     Case(name="accumulates-and-clips", module=Accumulates, proves=lambda r: r["counters"]["global_step"] == 6),
+    Case(
+        name="unwrapped-returns-dictionary",
+        module=Unwrapped,
+        proves=lambda r: r["counters"]["global_step"] == 0,
+    ),
     Case(name="schedulers-by-hand", module=Scheduled),
     Case(name="two-toggled", module=Toggled, proves=lambda r: r["metrics"]["callback_metrics"]["frozen_0"] == 2),
     Case(name="hooks", module=OwnHooks),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 
 from tests.support.equality import assert_equal
 
@@ -54,6 +54,7 @@ SCENARIOS = [
         callbacks=every_epoch(early_stopping, LearningRateMonitor),
         options={"max_epochs": 4},
     ),
+    scenario("epoch-end-ema", "epoch=0.ckpt", callbacks=every_epoch(lambda: EMAWeightAveraging(decay=0.7))),
     scenario("epoch-end-data-module", "epoch=0.ckpt", data=lambda: {"datamodule": StatefulData()}),
     scenario("last", "last.ckpt", total_epochs=4, callbacks=last),
     scenario("longer-than-planned", "epoch=2.ckpt", total_epochs=5, module=with_optimizers(by_epoch)),

@@ -97,6 +97,11 @@ CASES = [
         data=lambda: {**data.several_val(), "val_dataloaders": CombinedLoader(two_loaders(), "min_size")},
     ),
     Case(
+        name="several-loaders-one-after-another",
+        data=lambda: {**data.several_val(), "val_dataloaders": CombinedLoader(two_loaders(), "sequential")},
+        options={"limit_val_batches": 1, "val_check_interval": 2},
+    ),
+    Case(
         name="by-time-at-every-batch",
         options={"val_check_interval": "00:00:00:00"},
         proves=lambda r: validated(r) == 12,

@@ -14,6 +14,8 @@ from torch.optim import SGD
 
 from equipoise import CheckpointError, ConfigurationError
 from equipoise.errors import CheckpointNotFoundError
+from equipoise.trainer.checkpointing.file_reading import read_checkpoint
+from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, refuses, trainer, with_optimizers
 from tests.support.trainer_runs import saved as saved_by_fit
 
@@ -104,10 +106,26 @@ def test_a_truncated_file_is_refused(saved: Path, tmp_path: Path, share: float) 
     refuses(resume(path), *parts, error=CheckpointError)
 
 
-def test_a_flipped_bit_is_named(saved: Path, tmp_path: Path) -> None:
-    path, content = tmp_path / "flipped.ckpt", bytearray((saved / "whole.ckpt").read_bytes())
-    content[len(content) // 2] ^= 4
+def flipped(saved: Path, folder: Path, place: float) -> Path:
+    """A copy of a checkpoint with another bit at a share of its length."""
+    path, content = folder / "flipped.ckpt", bytearray((saved / "whole.ckpt").read_bytes())
+    content[int(len(content) * place)] ^= 4
     path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("place", [0.0, 0.02, 0.1, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999])
+def test_a_flipped_bit_is_found_or_does_no_harm(saved: Path, tmp_path: Path, place: float) -> None:
+    """In the header, the pickle, the data and the directory of the archive."""
+    try:
+        read = read_checkpoint(flipped(saved, tmp_path, place))
+    except CheckpointError:
+        return
+    assert_equal(torch.load(saved / "whole.ckpt", weights_only=True), read)
+
+
+def test_a_flipped_bit_is_named(saved: Path, tmp_path: Path) -> None:
+    path = flipped(saved, tmp_path, 0.5)
     parts = ["flipped.ckpt", "Bad CRC-32 for file 'archive/data/", "is damaged", "Take an earlier one"]
     refuses(resume(path), *parts, error=CheckpointError)
 

@@ -176,26 +176,24 @@ def test_only_what_killed_writers_left_is_cleared(tmp_path: Path) -> None:
     assert set(kept) < set(os.listdir(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.EMFILE, r"ulimit -n.*set_sharing_strategy"),
-        (errno.EFBIG, "the file is larger than this process may write"),
-    ],
-)
-def test_a_limit_of_the_process_is_an_error(
-    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "mkstemp", failing(number))
-    with pytest.raises(CheckpointError, match=rf"x\.ckpt' cannot be written: .*{words}"):
+def test_too_many_open_files_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkstemp", failing(errno.EMFILE))
+    with pytest.raises(CheckpointError, match=r"x\.ckpt' cannot be written: .*ulimit -n.*set_sharing_strategy"):
         write_checkpoint({"state_dict": {}}, tmp_path / "x.ckpt")
 
 
-@pytest.mark.parametrize("moment", ["while writing", "in fsync"])
-def test_a_full_disk_is_an_error_that_leaves_the_old_file(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+@pytest.mark.parametrize(
+    ("number", "moment", "words"),
+    [
+        (errno.ENOSPC, "while writing", "the disk is full"),
+        (errno.ENOSPC, "in fsync", "the disk is full"),
+        (errno.EFBIG, "while writing", r"the file is larger than this process may write \(`ulimit -f`\)"),
+    ],
+)
+def test_a_full_disk_or_a_file_beyond_the_limit_is_an_error_that_leaves_the_old_file(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, number: int, moment: str, words: str
 ) -> None:
-    full = failing(errno.ENOSPC)
+    full = failing(number)
 
     class Full(io.BufferedWriter):
         def write(self, data: Any) -> int:
@@ -208,7 +206,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_file(
     with pytest.raises(CheckpointError) as caught:
         write_checkpoint({"state_dict": {"a": torch.zeros(25_000)}}, kept)
     monkeypatch.undo()
-    needed = re.search(r"the disk is full. It needs ([\d,]+) bytes, and [\d,]+ bytes are free", str(caught.value))
+    needed = re.search(rf"{words}\. It needs ([\d,]+) bytes, and [\d,]+ bytes are free", str(caught.value))
     assert needed is not None, str(caught.value)
     assert 100_000 < int(needed[1].replace(",", "")) < 102_000
     assert str(kept) in str(caught.value)

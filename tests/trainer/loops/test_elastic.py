@@ -140,6 +140,8 @@ def saved_after(batch: int, folder: Path) -> Path:
         ("ddp 2", "ddp 3", 3, 7),
         ("ddp 3", "balanced", 1, 2),
         pytest.param("ddp 4", "single", 3, 7, marks=slow),
+        # The last batch of an epoch, whose values are those of all processes before.
+        pytest.param("ddp 2", "single", 1, 5, marks=slow),
         pytest.param("balanced", "ddp 4", 3, 2, marks=slow),
         pytest.param("ddp 2", "dp", 3, 2, marks=slow),
         # The gradients of an open window are in the processes of the stages.

@@ -271,9 +271,11 @@ def test_data_of_a_fit_that_cannot_be_are_refused(
     refuses_fit(module(), *words, data=data(), **options)
 
 
-def test_loaders_that_are_read_together_are_refused_by_predict() -> None:
+def test_loaders_that_are_read_together_are_refused_by_predict_and_one_after_the_other_are_not() -> None:
     together = CombinedLoader([loader(), loader()], "max_size")
     refuses(lambda: trainer().predict(Small(), together), "one after the other", "CombinedLoader(mode='sequential')")
+    one_by_one = CombinedLoader([loader(), loader()], "sequential")
+    assert [len(outputs) for outputs in trainer().predict(Small(), one_by_one)] == [3, 3]
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])

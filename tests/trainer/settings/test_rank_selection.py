@@ -121,8 +121,11 @@ def test_one_process_of_torchrun_has_one_device(monkeypatch: pytest.MonkeyPatch)
     assert plain(strategy="dp", devices=2).connected_strategy.devices == tuple(CARDS[:2])
 
 
-def test_copies_of_mpirun_without_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_copies_of_mpirun_without_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    assert trainer().world_size == 1
+    monkeypatch.setenv(name, "4")
     processes = PipelineStrategy(engine="processes")
     for strategy in ("auto", "single_device", "ddp", DDPStrategy(), "balanced", processes):
         devices = 2 if strategy in ("balanced", processes) else 1

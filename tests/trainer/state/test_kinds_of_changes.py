@@ -296,6 +296,18 @@ def test_other_arguments_of_the_constructor_stay(tmp_path: Path) -> None:
     assert (module.alpha, module.options, module.names) == (1.5, {"rate": 2, "count": 8}, {"z", "c"})
 
 
+def test_counters_of_a_module_that_has_trained_before_come_back(tmp_path: Path) -> None:
+    class Counts(Small):
+        begun = 0
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.begun += 1
+
+    module = fit(Counts(), saves := SavesInHooks(tmp_path, ["on_train_batch_end"], [3]))
+    total = module.begun
+    assert fit(module, path=saves.saved[0].path).begun == total
+
+
 def test_what_the_sanity_check_changes_comes_back(tmp_path: Path) -> None:
     class Validations(Callback):
         ended = 0

@@ -166,5 +166,5 @@ def test_modules_that_cannot_be_computed_on_a_mesh_are_refused() -> None:
     later = {"count": 240, "batch_size": 2, "max_epochs": 1}
     runs["other batches later"] = partial(fit, partial(Differing, 4), fsdp(tensor=2), 2, **later)
     runs["recovery"] = partial(fit, Cut, fsdp(tensor=2), 2, callbacks=[OOMRecovery()])
-    further = {"recovery": ["one cannot do its step again alone"], "other batches later": REFUSED["other batches"]}
+    further = {"recovery": ("one cannot do its step again alone",), "other batches later": REFUSED["other batches"]}
     assert_refused_in_processes(2, runs, {**REFUSED, **further})

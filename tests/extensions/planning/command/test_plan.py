@@ -181,6 +181,9 @@ def test_a_step_that_cannot_be_traced_is_measured(net: Path, equipoise: Any) -> 
     assert plan["method"] == "measured"
     assert plan["notes"][0].startswith("module.py:")
     assert plan["notes"][0].endswith("so real steps were run.")
+    traced = json.loads(equipoise("plan", "--json", "trainer.devices=24GiB")[1])
+    peaks = [result["strategies"][0]["devices"][0]["peak"]["nbytes"] for result in (plan, traced)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.001)
 
 
 @pytest.mark.usefixtures("without_processes")
