@@ -123,6 +123,7 @@ def test_what_the_program_sets_before_training_is_no_matter_of_the_checkpoint(tm
     first = trainer(max_epochs=1)
     first.fit(module, features())
     first.save_checkpoint(tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["equipoise"]["switches"] == {}
     frozen = AllOptimized()
     frozen.backbone.requires_grad_(False)
     trainer(max_epochs=2).fit(frozen, features(), ckpt_path=tmp_path / "a.ckpt")

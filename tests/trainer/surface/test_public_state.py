@@ -149,10 +149,14 @@ def test_everything_that_a_trainer_shows_is_lightnings(options: str) -> None:
 
 @BOTH
 def test_module_and_loaders_of_a_run_are_the_users_own(cls: Any) -> None:
-    module, loaders, run = Validated(), [loader(), loader()], trainer(cls)
-    run.fit(module, *loaders)
+    module, loaders, run = Validated(), [loader() for _ in range(4)], trainer(cls)
+    run.fit(module, *loaders[:2])
     assert run.lightning_module is run.model is module
-    assert [run.train_dataloader, run.val_dataloaders] == loaders
+    assert [run.train_dataloader, run.val_dataloaders] == loaders[:2]
+    run.test(module, loaders[2], verbose=False)
+    assert run.test_dataloaders is loaders[2]
+    run.predict(module, loaders[3])
+    assert run.predict_dataloaders.dataset is loaders[3].dataset  # Lightning's is a copy
 
 
 @BOTH
