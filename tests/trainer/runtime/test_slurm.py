@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,11 +38,21 @@ class Interrupted(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.pid is not None and self.trainer.progress.batch.total.ready == 3 + 2 * self.global_rank:
-            if not self.trainer.received_sigterm:
-                os.kill(self.pid or os.getpid(), self.number)
-            while not self.trainer.received_sigterm:
-                time.sleep(0.01)
+            self.interrupt(self.pid or os.getpid())
         return self.net(batch[0]).square().mean()
+
+    def interrupt(self, pid: int) -> None:
+        """Send the signal, unless one has come already, and wait until it has."""
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        before = signal.set_wakeup_fd(wake)
+        if not self.trainer.received_sigterm:
+            os.kill(pid, self.number)
+        while not self.trainer.received_sigterm:
+            os.read(woken, 1)
+        signal.set_wakeup_fd(before)
+        os.close(woken)
+        os.close(wake)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.1)
