@@ -143,7 +143,7 @@ def run_once(
         )
         end = wait_or_end(process, seconds)
     passed, skipped, failing = read_report(report)
-    return Outcome(seed, busy, passed, skipped, failing, time.monotonic() - start, end)
+    return Outcome(seed, busy, passed, skipped, tuple(failing), time.monotonic() - start, end)
 
 
 def wait_or_end(process: "subprocess.Popen[bytes]", seconds: float) -> str:
@@ -161,21 +161,22 @@ def wait_or_end(process: "subprocess.Popen[bytes]", seconds: float) -> str:
     return f"pytest left with exit code {code}"
 
 
-def read_report(report: Path) -> tuple[int, int, tuple[str, ...]]:
-    """Return the numbers of passed and skipped tests and the names of those that failed."""
+def read_report(report: Path) -> tuple[int, int, dict[str, str]]:
+    """Return the numbers of passed and skipped tests, and of those that failed the messages by their names."""
     if not report.exists():
-        return 0, 0, ()
+        return 0, 0, {}
     passed = skipped = 0
-    failing: list[str] = []
+    failing: dict[str, str] = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            failing.append(f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}")
-        elif "skipped" in kinds:
+        results = {child.tag: child.get("message", "") for child in case}
+        if "failure" in results or "error" in results:
+            name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            failing[name] = results.get("failure") or results.get("error", "")
+        elif "skipped" in results:
             skipped += 1
         else:
             passed += 1
-    return passed, skipped, tuple(dict.fromkeys(failing))
+    return passed, skipped, failing
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from benchmarks.suite_order.main import markdown, read_report, wait_or_end
@@ -158,9 +159,11 @@ def _run_tests(
         )
         outcome.end = wait_or_end(process, seconds)
     outcome.minutes = (time.monotonic() - start) / 60
-    outcome.passed, outcome.skipped, outcome.failing = read_report(report)
-    for name in outcome.failing[:20]:
-        print(f"{outcome.row.name}: {name} failed", flush=True)
+    outcome.passed, outcome.skipped, failing = read_report(report)
+    outcome.failing = tuple(failing)
+    for name, message in islice(failing.items(), 20):
+        # What remains of a run elsewhere is its output.
+        print(f"{outcome.row.name}: {name} failed: {message[:400]}", flush=True)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -91,7 +91,7 @@ def test_what_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     arguments = [row.name, "--environments", str(tmp_path / "all"), "--processes", "0", "--tests", str(tmp_path)]
     assert matrix.main([*arguments, "--quick"]) == 1
     out = capsys.readouterr().out
-    assert "test_sample.py::test_that_fails failed" in out
+    assert "test_sample.py::test_that_fails failed: assert False" in out
     assert "fsdp failed, see" in out
     assert out.endswith(f"versions: 1 passed, {1 + len(matrix.FEATURES)} failed, 0 skipped\n")
 

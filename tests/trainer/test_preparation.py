@@ -28,7 +28,7 @@ class Prepares(Small):
         self.prepared += 1
 
 
-def test_a_subclass_may_save_checkpoints_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subclass_may_save_checkpoints_in_its_own_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Mine(Trainer):
         saved: Any = None
 
@@ -36,7 +36,8 @@ def test_a_subclass_may_save_checkpoints_in_its_own_way(monkeypatch: pytest.Monk
             self.saved = filepath
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    run = trainer(Mine)
+    # The name holds the number of the fit in its folder: other tests fit in the present one.
+    run = trainer(Mine, default_root_dir=tmp_path)
     with pytest.raises(SIGTERMException):
         run.fit(with_step(lambda module, batch: signal.raise_signal(signal.SIGTERM)), loader())
     assert run.saved.name == "slurm-7.ckpt"
