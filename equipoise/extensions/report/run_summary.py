@@ -119,6 +119,8 @@ def _run_rows(trainer: Any, fit: Fit) -> list[Row]:
     counts = {name: f"{steps:,}" for name, steps in step_counts(trainer).items()}
     if first_epoch:
         epochs += f" ({fit.epochs:,} in this run)"
+    # A run may go on within the first epoch.
+    if fit.first_step:
         counts["steps"] += f" ({steps_done(trainer) - fit.first_step:,} in this run)"
     rows = [("epochs", epochs), *counts.items()]
     if fit.speed:

@@ -220,16 +220,22 @@ class TestHistory:
         assert summary.history["val_loss"] == {2.0: 11.0, 4.0: 13.0}
         assert list(summary.history["loss"]) == [1.0, 2.0, 3.0, 4.0]
 
-    def test_a_fit_resumed_within_an_epoch(self, plain: io.StringIO, clock: Clock, tmp_path: Path):
+    @pytest.mark.parametrize(
+        ("step", "epochs", "steps", "time"),
+        [(8, "2 (1 in this run)", "10 (2 in this run)", "1 s"), (4, "2", "10 (6 in this run)", "1.5 s")],
+    )
+    def test_a_fit_resumed_within_an_epoch(
+        self, plain: io.StringIO, clock: Clock, tmp_path: Path, step: int, epochs: str, steps: str, time: str
+    ):
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         options = {"max_epochs": 2, "enable_checkpointing": True, "enable_progress_bar": False}
         module = Small(step_of(clock, {"train": 0.5}))
         trainer(callbacks=[saving], **options).fit(module, loader(5, batch_size=4))
         run = trainer(callbacks=[RunSummary(), saving], **options)
-        run.fit(module, loader(5, batch_size=4), ckpt_path=tmp_path / "step=8.ckpt")
+        run.fit(module, loader(5, batch_size=4), ckpt_path=tmp_path / f"step={step}.ckpt")
         shown = rows(plain.getvalue())
-        assert (shown["samples per second"], shown["time per epoch"]) == ("8", "1 s")
-        assert (shown["epochs"], shown["steps"]) == ("2 (1 in this run)", "10 (2 in this run)")
+        assert (shown["samples per second"], shown["time per epoch"]) == ("8", time)
+        assert (shown["epochs"], shown["steps"]) == (epochs, steps)
 
     def test_another_fit_with_the_same_callback_begins_anew(self):
         summary = RunSummary(table=False)
