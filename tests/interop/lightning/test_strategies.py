@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy as TheirDDP
 from lightning.pytorch.strategies import FSDPStrategy as TheirFSDP
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -57,6 +59,11 @@ def test_arguments_of_the_trainer_that_a_strategy_holds_are_taken_and_refused_tw
     refuses(lambda: trainer(strategy=held, plugins=TorchCheckpointIO()), "another CheckpointIO")
     placed = TheirDDP(parallel_devices=[torch.device("cpu")] * 3)
     assert trainer(strategy=placed).world_size == 3
+    held = TheirDDP(accelerator=CPUAccelerator(), cluster_environment=LightningEnvironment())
+    options = {"strategy": held, "accelerator": "auto", "devices": 2}
+    assert trainer(**options).world_size == 2
+    refuses(lambda: trainer(**options | {"accelerator": "mps"}), "accelerator is given twice", "Leave one")
+    refuses(lambda: trainer(**options, plugins=SLURMEnvironment()), "another environment", "plugins")
 
 
 # DDP
@@ -172,6 +179,7 @@ def test_model_parallel_is_fsdp_with_tensor_parallelism() -> None:
     assert type(strategy) is FSDPStrategy
     assert (strategy.data, strategy.tensor, strategy.checkpoints, strategy.timeout) == ("auto", 2, "sharded", 9.0)
     assert (strategy.processes.data.world_size, strategy.processes.processes_per_batch) == (2, 2)
+    assert connected(ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1), 4).data == 4
     whole = connected(ModelParallelStrategy(save_distributed_checkpoint=False), 4)
     assert (whole.checkpoints, whole.processes.processes_per_batch) == ("full", 4)
 

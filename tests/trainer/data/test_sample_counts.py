@@ -175,6 +175,17 @@ def test_means_over_an_epoch_with_sync_dist_weigh_batches_by_the_samples_that_we
         assert run.callback_metrics["tenfold"] == pytest.approx(10 * (0.5 + 2.5 + 4.5 + 6) / 4, rel=1e-12)
 
 
+def test_batch_size_of_the_module_is_the_weight_of_graphs_in_a_mean() -> None:
+    class Stating(Logging):
+        def batch_size(self, batch: Any) -> int:
+            return int(batch["nodes"][0, 0]) + 1
+
+    batches = [{"nodes": torch.full((3, 1), float(more)), "number": torch.tensor(6.0 * more)} for more in (0, 1)]
+    run = trainer()
+    run.fit(Stating(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type, var-annotated]
+    assert run.callback_metrics["train"] == pytest.approx((1 * 0 + 2 * 6) / 3, rel=1e-12)
+
+
 def test_a_loader_of_training_and_validation_counts_for_both() -> None:
     numbers = [float(number) for number in range(7)]
     loader = DataLoader(numbers, batch_size=3, collate_fn=of_graphs)  # type: ignore[arg-type, var-annotated]

@@ -133,7 +133,7 @@ def averaging(folder: Path, files: float = float("inf")) -> list[Any]:
 
 
 @pytest.mark.parametrize(("hooks", "files"), [(["on_train_end"], float("inf")), ([], 4)])
-def test_a_run_killed_behind_its_last_checkpoint_does_what_callbacks_do_at_the_end(
+def test_on_train_end_of_a_run_killed_after_its_last_batch_is_called_once_and_averages_are_used(
     hooks: list[str], files: float, tmp_path: Path
 ) -> None:
     expected = fit(*averaging(tmp_path / "whole"), max_epochs=2)

@@ -74,7 +74,7 @@ def fit(module: Watched, data: Any, folder: Path | None = None, ckpt_path: Path 
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("length", "window", "interval"), pairwise([1, 4, 6, 11], [1, 3, 4, 7], [1.0, None]))
-def test_a_length_that_is_too_large_or_too_small_changes_nothing(
+def test_an_epoch_ends_with_the_data_or_the_length_where_the_length_is_too_large_or_too_small(
     length: int, window: int, interval: float | None, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": window}

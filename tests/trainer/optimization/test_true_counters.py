@@ -151,7 +151,7 @@ def test_a_plateau_of_a_value_that_no_validation_logs_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("evaluate", ["validate", "test"])
-def test_an_evaluated_checkpoint_logs_at_its_step(evaluate: str, tmp_path: Path) -> None:
+def test_an_evaluation_with_ckpt_path_logs_at_the_step_of_the_checkpoint(evaluate: str, tmp_path: Path) -> None:
     fit = trainer(max_epochs=2)
     fit.fit(Small(), loader(4))
     fit.save_checkpoint(path := tmp_path / "a.ckpt")

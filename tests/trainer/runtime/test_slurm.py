@@ -182,6 +182,19 @@ def test_processes_of_the_trainer_end_after_the_same_batch(
     assert not job.checkpoint.exists()
 
 
+@pytest.mark.thorough
+def test_without_srun_one_process_starts_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch script, whose variables tell of tasks that only `srun` would start."""
+    options = {"strategy": "ddp", "devices": 2}
+    expected = undisturbed(tmp_path / "undisturbed", **options)
+    job = Job(tmp_path / "job", tasks=2)
+    for name, value in job.environment(0, restarts=0).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_ID")
+    assert train(job.folder, **options) is None
+    assert result(job.folder) == expected
+
+
 # In this process, where one can look closer.
 
 

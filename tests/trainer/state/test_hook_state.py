@@ -62,7 +62,7 @@ def test_views_of_weights_are_no_values(tmp_path: Path) -> None:
     assert module.views[0].data_ptr() == module.later[0].data_ptr() == weight.data_ptr()
 
 
-def test_objects_of_one_class_have_states_of_their_own(tmp_path: Path) -> None:
+def test_what_hooks_have_set_in_callbacks_and_data_of_one_class_comes_back_to_each(tmp_path: Path) -> None:
     class Counts(Callback):
         def __init__(self, by: int) -> None:
             self.by, self.total = by, 0

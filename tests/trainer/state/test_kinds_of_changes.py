@@ -207,7 +207,7 @@ class HeldByFunctions(Changing):
 
 
 @pytest.mark.parametrize("kind", [Removed, Replaced, SeveralNames, MadeByTheEpoch, HeldByFunctions])
-def test_what_hooks_have_set_comes_back_in_a_resumed_run(kind: type[Changing], tmp_path: Path) -> None:
+def test_what_hooks_have_set_in_modules_comes_back_in_a_resumed_run(kind: type[Changing], tmp_path: Path) -> None:
     undisturbed, module = fit(kind()), resumed(kind, tmp_path)
     assert_equal((undisturbed.values(), undisturbed), (module.values(), module))
 
