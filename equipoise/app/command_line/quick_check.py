@@ -54,8 +54,8 @@ def trainer_arguments() -> tuple[str, ...]:
     file = Path(equipoise.__file__).parent / "trainer" / "trainer.py"
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-            return tuple(name for name in names if (name != "self" and name not in KEYS) or name == "precision")
+            names = [argument.arg for argument in node.args.kwonlyargs]
+            return tuple(name for name in names if name not in KEYS or name == "precision")
     return ()
 
 

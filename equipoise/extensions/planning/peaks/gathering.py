@@ -84,7 +84,7 @@ def gathered(step: RecordedStep, units: Sequence[GatheredUnit], share: float) ->
             elif event > 0 and is_backward and holder.category == "gradient":
                 walk.add_gradient(holder.module, holder.nbytes)
             walk.position += 1
-        walk.end(start.phase)
+        walk.end()
     return Gathering(walk.positions, walk.nbytes, before_phases)
 
 
@@ -127,11 +127,10 @@ class _Walk:
         elif self._is_backward:
             self._fill_buffer(self._next())
 
-    def end(self, phase: str) -> None:
-        """End a phase."""
+    def end(self) -> None:
+        """End the phase."""
         self.enter(_ROOT)
-        if phase == "forward" or self._is_backward:
-            self._fill_buffer(0)
+        self._fill_buffer(0)
         if self._is_backward:
             self._change(-self._units[_ROOT].nbytes)
             for name in list(self._gradients):

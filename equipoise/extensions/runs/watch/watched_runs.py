@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -135,10 +136,8 @@ def _stamps_of(result: FoundRun | Unreadable) -> Sequence[object]:
     # The results of a sweep say how a job ended.
     results = result.folder.parent / "results.csv"
     for name, path in {**result.files, "results.csv": results}.items():
-        try:
+        # It may be removed in this moment.
+        with suppress(OSError):
             status = path.stat()
-        except OSError:
-            # It was removed in this moment.
-            continue
-        stamps += [name, status.st_mtime_ns, status.st_size]
+            stamps += [name, status.st_mtime_ns, status.st_size]
     return stamps
