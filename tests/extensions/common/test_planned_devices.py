@@ -91,6 +91,9 @@ def test_every_sample_is_on_one_device() -> None:
         for batch_size in (1, 7, 100):
             assert sum(load.samples(batch_size) for load in planned.loads) == batch_size
     assert planned.loads[1].samples(100) == 80
+    first_has_ten = BalancedDataParallelStrategy(first_device_batch_size=10)
+    planned = device_loads(first_has_ten, devices(24, 12), module, FACTS)
+    assert [load.samples(100) for load in planned.loads] == [10, 90]
 
 
 def test_balanced_gives_more_to_the_larger_device() -> None:

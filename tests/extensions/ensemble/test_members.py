@@ -228,6 +228,15 @@ class Normed(Classifier):
         return nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
 
 
+class Hooked(Classifier):
+    """Each member has a hook with a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        factor = torch.rand(()).item()
+        self.net[0].register_forward_hook(lambda layer, args, output: factor * output)
+
+
 class Differentiable(Classifier):
     """Asks whether its loss has a graph, which `vmap` denies."""
 
@@ -344,6 +353,7 @@ class Checkpointed(Classifier):
         (Weighing, ""),
         (Mixing, ""),
         (Recurrent, "lstm"),
+        (Hooked, "^Linear has hooks"),
         (Remembering, "changes Remembering.net.last"),
         # torch 2.11 calls an autograd function before it sets its hooks.
         (Checkpointed, "(as activation checkpointing does|vmap over _NoopSaveInputs)"),

@@ -65,6 +65,11 @@ def test_many_boxes_are_cut_off_and_that_is_told() -> None:
     assert not any(box.all("text") for box in figure(many).all("g", "bar"))  # no room for a number
 
 
+def test_a_box_without_room_has_no_number() -> None:
+    boxes = figure(step(span(0, 7, 0, 2), span(0, 123, 2, 4), span(0, 124, 4, 100), stages=1)).all("g", "bar")
+    assert [[text.text for text in box.all("text")] for box in boxes] == [["7"], [], ["124"]]
+
+
 def test_without_a_pipeline_there_is_no_section() -> None:
     for drawn in (None, step()):
         assert "The pipeline" not in page(pipeline=drawn).text

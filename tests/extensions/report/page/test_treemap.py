@@ -114,4 +114,5 @@ class TestPicture:
     def test_groups_are_named(self):
         holders = [holder(f"net.body.{index}.{part}", 100) for index in range(2) for part in "ab"]
         groups = draw_tree([*holders, holder("net.head", 100)]).all("svg", "group")
-        assert {group.one("title").text.split("\n")[0] for group in groups} >= {"net.body", "net.head", "net.body.0"}
+        levels = {group.one("title").text.split("\n")[0]: group.attributes["class"].split()[-1] for group in groups}
+        assert levels.items() >= {"net.body": "d1", "net.head": "d1", "net.body.0": "d2"}.items()
