@@ -8,12 +8,14 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from equipoise import ConfigurationError
+from equipoise import ConfigurationError, Trainer
 from equipoise.extensions.planning.description.settings import StepSettings
 from equipoise.extensions.planning.peaks.memory_prediction import MemoryPrediction
 from equipoise.extensions.planning.tracing.batches import batch_of_size, size_of_batch
 from equipoise.extensions.planning.tracing.tracer import measure_step, trace_step
+from tests.support.quiet import QUIET
 
 HERE = Path(__file__).name
 
@@ -68,6 +70,21 @@ def test_a_logger_of_any_kind_has_a_stand_in() -> None:
     found = traced(step)
     assert found.method == "traced"
     assert not found.notes
+
+
+def test_a_step_reads_what_a_trainer_of_one_device_has() -> None:
+    names = ("accumulate_grad_batches", "current_epoch", "global_rank", "is_global_zero", "local_rank", "max_steps")
+    names += ("num_devices", "num_nodes", "testing", "training", "validating", "world_size")
+    seen: list[Any] = []
+
+    def step(module: Any, batch: Tensor) -> Tensor:
+        seen.append([getattr(module.trainer, name) for name in names])
+        loss: Tensor = module.layer(batch).square().mean()
+        return loss
+
+    traced(step)
+    Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET).fit(Plain(step), DataLoader(torch.rand(4, 6), 4))
+    assert seen[0] == seen[-1]
 
 
 def test_a_mask_counts_with_all_of_its_entries() -> None:

@@ -465,6 +465,8 @@ class TestTwoProcesses:
         document = read(page.parent)
         assert "failed" in document.one("header").text
         assert sections(document)["What went wrong"].one("p", "cause").text == "ValueError: stop here"
+        # Others cannot be asked any more.
+        assert "samples per second of the first process" in facts(document)
         assert not list(tmp_path.glob("**/.report*"))
 
 

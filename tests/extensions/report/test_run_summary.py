@@ -93,6 +93,14 @@ class TestTable:
         assert "Best checkpoint: best/epoch=1.ckpt\n" in text
         assert all(line.isprintable() for line in text.split("\n"))
 
+    def test_each_of_several_devices_has_rows_of_its_own(self, plain: io.StringIO):
+        run = trainer(L.Trainer, callbacks=[RunSummary()], max_epochs=1, enable_progress_bar=False)
+        run.strategy.devices = ["cpu", "meta"]  # type: ignore[attr-defined]
+        run.fit(Small(), loader(2))
+        shown = rows(plain.getvalue())
+        assert {name for name in shown if "device" in name} == {"device cpu", "device meta"}
+        assert "peak memory cpu" in shown
+
     @pytest.mark.parametrize(
         ("cls", "options"),
         [(L.Trainer, {"max_epochs": 2}), (L.Trainer, {"max_steps": 11}), (equipoise.Trainer, {"max_steps": 11})],
