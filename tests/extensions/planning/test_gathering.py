@@ -26,10 +26,11 @@ STEP = RecordedStep(
     phases=[PhaseStart("forward", 0), PhaseStart("backward", 4), PhaseStart("optimizer step", 10)],
 )
 
+HALF = {"parameter": 0.5, "gradient": 0.5, "optimizer state": 0.5, "temporary": {"optimizer step": 0.5}}
+
 
 def test_the_peak_of_two_units_that_are_gathered_in_turn() -> None:
-    half = {"parameter": 0.5, "gradient": 0.5, "optimizer state": 0.5, "temporary": {"optimizer step": 0.5}}
-    peak = device_peak(STEP, DeviceLoad(factors=half, units=UNITS), 1, 1)
+    peak = device_peak(STEP, DeviceLoad(factors=HALF, units=UNITS), 1, 1)
     shards = WEIGHT
     # Forward: the first unit's buffer lives until the second has its own and its weights. The first's output does, too.
     assert peak.phases["forward"] == shards + 3 * WEIGHT + 1
@@ -40,3 +41,15 @@ def test_the_peak_of_two_units_that_are_gathered_in_turn() -> None:
     assert peak.phases["optimizer step"] == round(shards + WEIGHT + 0.5)
     assert peak.nbytes == max(peak.phases.values())
     assert peak.parts["copy"] >= 2 * WEIGHT
+
+
+def test_a_frozen_unit_that_has_no_backward_is_freed_after_that_of_others() -> None:
+    step = RecordedStep(
+        batch_size=1,
+        holders=HOLDERS,
+        events=[1, 2, 3, 4, 5, 6, -4, -6, -3, 8, -8],
+        phases=[PhaseStart("forward", 0), PhaseStart("backward", 4), PhaseStart("optimizer step", 9)],
+    )
+    peak = device_peak(step, DeviceLoad(factors=HALF, units=UNITS), 1, 1)
+    # Shards of both units, and of the gradient of one.
+    assert peak.phases["optimizer step"] == round(WEIGHT + WEIGHT / 2 + 0.5)
