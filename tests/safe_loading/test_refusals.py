@@ -254,3 +254,5 @@ def test_a_check_sum_that_differs_is_found(ending: str) -> None:
     damaged = content.replace(whole[name], bytes(len(whole[name])))
     assert damaged != content
     refuses(check_archive, io.BytesIO(damaged), f"'{name}' in it is not what was written")
+    with pytest.raises(zipfile.BadZipFile, match=f"Bad CRC-32 for file '{name}'"):
+        read_archive(io.BytesIO(damaged))

@@ -21,6 +21,7 @@ from torch import nn
 from equipoise import CheckpointError, Trainer
 from equipoise.safe_loading.stand_in import StandIn, class_in_place_of
 from equipoise.trainer.checkpointing.file_reading import read_checkpoint
+from equipoise.trainer.checkpointing.objects import warn_of_objects_read
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Data, Small, Validated, loader, saved, trainer
 
@@ -352,3 +353,11 @@ def test_protocols(protocol: int, tmp_path: Path) -> None:
     assert state["p"].tag == "mine"
     names = ["torch.nn.modules.loss.L1Loss", "torch.nn.modules.activation.ReLU", "builtins.print", f"{__name__}.Colour"]
     assert [class_in_place_of(one) for one in objects] == names
+
+
+@pytest.mark.parametrize(("count", "end"), [(5, "). Using one"), (6, ") and 1 more. Using one")])
+def test_at_most_five_objects_are_listed(count: int, end: str) -> None:
+    objects = {str(number): StandIn(__name__, "Colour") for number in range(count)}
+    with pytest.warns(UserWarning, match="not created") as warned:
+        warn_of_objects_read({"kept": objects}, fitting=True)
+    assert f"['4'] ({__name__}.Colour{end}" in str(warned[0].message)

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from equipoise import ConfigurationError, Trainer
+from equipoise.trainer.optimization.configuration.optimizers import takes_no_closure
 from tests.support.equality import assert_equal
 from tests.support.trainer_runs import Small, loader, trainer, with_optimizers
 
@@ -271,3 +272,12 @@ def test_optimizers_that_a_callback_exchanges_step_in_the_next_epoch() -> None:
         return module
 
     assert_equal(trained(1), trained(2, Exchanges()))
+
+
+def test_an_optimiser_that_decides_by_the_loss_or_has_a_hook_takes_the_closure() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = sgd(layer)
+    assert takes_no_closure(optimizer)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+    assert not takes_no_closure(optimizer)
+    assert not takes_no_closure(LBFGS(layer.parameters()))
