@@ -207,6 +207,11 @@ class TestWhenItDraws:
         assert len(bar.times) == 6
         assert bar.times[-1] == 0.15
 
+    def test_the_start_of_every_epoch_is_drawn_up_to_four_in_an_interval(self, terminal: Terminal, clock: Clock):
+        bar = Recording(clock, refresh_seconds=0.25)
+        fit(ticking(clock, 0.0625), loader(1), bar=bar, max_epochs=8)
+        assert set(bar.times) == {0.0625 * n for n in range(9)}
+
     def test_values_that_wait_for_no_device_are_preferred(self, terminal: Terminal, clock: Clock):
         class Offering(L.Trainer):
             @property

@@ -1,13 +1,14 @@
 """Memory that runs out in the step of an optimiser, and in steps that the module does by hand."""
 
 import warnings
+import weakref
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise import OOMRecovery
 from tests.support.batches import SIZES
@@ -94,13 +95,18 @@ class Changing(Mlp):
     def __init__(self, failing: int) -> None:
         super().__init__()
         self.failing = failing
+        self.left = lambda: None
 
     def configure_optimizers(self) -> Any:
         optimizer: Any = torch.optim.Adam(self.parameters(), lr=0.1)
         step, calls = optimizer.step, count()
 
         def changing() -> Any:
+            assert self.left() is None  # what a failed step holds in a cycle is freed before the next one
             if next(calls) == self.failing:
+                cycle: Any = nn.Identity()
+                cycle.__dict__["itself"] = cycle
+                self.left = weakref.ref(cycle)
                 parameter = optimizer.param_groups[0]["params"][0]
                 optimizer.state[parameter]["step" if self.failing == 0 else "maximum"] = torch.tensor(7.0)
                 run_out()
