@@ -76,7 +76,7 @@ class StandIn:
         return StandIn, (self._module, self._name)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
+        if name.startswith("__"):
             # Protocols such as copying look for these, and do without them.
             raise AttributeError(name)
         _refuse(self, f"its attribute `{name}` is read")

@@ -382,14 +382,20 @@ def test_a_search_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
     assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
 
 
+@pytest.mark.thorough
 def test_several_steps_for_each_batch_are_looked_at_in_detail() -> None:
     class Twice(ByHand):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)
             super().training_step(batch, batch_idx)
 
-    memory = logged(MemoryLogger(detail="modules"), Twice(), trainer_type=L.Trainer)
-    assert [composition.step for composition in memory.compositions] == [2]
+    for wanted, found in ((0, 0), (1, 2)):
+        memory = MemoryLogger(detail="modules", detail_steps=(wanted,))
+        fit(memory, Twice(), trainer_type=L.Trainer, batches=2)
+        assert [composition.step for composition in memory.compositions] == [found]
+        forward = memory.phases[0]
+        assert forward.phase == "forward"
+        assert "optimizer state" in forward.totals()  # that of the forward after the first step
 
 
 # Arguments and hooks

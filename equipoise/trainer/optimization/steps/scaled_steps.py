@@ -33,9 +33,7 @@ class ScaledSteps:
     @property
     def are_skipped(self) -> bool:
         """True if the scaler has skipped all steps since `begin`; False if there was none."""
-        if self._number == 0:
-            return False
-        return all(overflow is not None and bool(overflow) for overflow in self._overflows)
+        return self._number > 0 and all(overflow is not None and bool(overflow) for overflow in self._overflows)
 
     def begin(self) -> None:
         """Forget earlier steps."""

@@ -37,14 +37,42 @@ def profile(made: nn.Module, width: int = 2) -> StackProfile:
     return profile_stack(stack, NetworkCall(made, made.forward, structure, made, torch.device("cpu")))
 
 
-def test_times_of_the_backward_are_no_times_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second passes each time the clock is read: once where a layer begins, and once at the end of the forward."""
+def tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a second pass each time the clock is read: where a layer begins, and at the end of the forward."""
     seconds = count()
     monkeypatch.setattr(stack_profile, "now", lambda device: float(next(seconds)))
+
+
+def test_times_of_the_backward_are_no_times_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    tick(monkeypatch)
     blocks = profile(between(is_checkpointed=True)).blocks
     # What comes before the first layer belongs to it, so the clock is not read where that begins.
     assert [block.forward for block in blocks] == [1.0] * LAYERS
     assert all(block.backward >= 1.0 for block in blocks)
+
+
+class Pair(nn.Module):
+    """Takes two values, and passes both on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, value: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(value), total + value
+
+
+def test_the_backward_of_a_layer_ends_with_the_gradient_of_one_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, value: Tensor) -> Tensor:
+        value = total = self.first(value)
+        for layer in self.layers:
+            value, total = layer(value, total)
+        return value + total
+
+    made = network(forward, first=nn.Linear(2, 2), layers=nn.ModuleList(Pair() for _ in range(LAYERS)))
+    tick(monkeypatch)
+    # The end of the whole backward belongs to the first layer.
+    assert [block.backward for block in profile(made).blocks] == [2.0, 1.0, 1.0]
 
 
 def test_what_lies_around_the_layers_belongs_to_the_first_and_to_the_last() -> None:
