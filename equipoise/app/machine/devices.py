@@ -74,13 +74,12 @@ def _watch(seconds: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    class Quiet(Console):
+    class Raising(Console):
         def on_broken_pipe(self) -> None:
-            # The reader of the pipe, such as `head`, has ended. Python must not fail when it flushes the output.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0)
+            # The command ends as any other whose reader, such as `head`, has ended.
+            raise BrokenPipeError
 
-    console = Quiet()
+    console = Raising()
     clock = threading.Event()
     least_free: dict[str, int] = {}
 

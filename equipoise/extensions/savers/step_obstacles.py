@@ -120,8 +120,8 @@ def _why_not_in_settings(
     if state.captures_steps:
         return "capture gives all gradients together"
     # One device in one process, without duties of a strategy's own between backward and step.
-    several = strategy.processes.world_size > 1 or not strategy.keeps_batches_whole
-    if several or any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in _MEMBERS):
+    has_duties = any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in _MEMBERS)
+    if has_duties or not strategy.keeps_batches_whole:
         return f"strategy={strategy.name!r} puts gradients together after the backward ('single_device' does not)"
     return None
 

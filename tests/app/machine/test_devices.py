@@ -45,7 +45,7 @@ def test_a_closed_pipe_ends_the_watch() -> None:
         assert process.stdout is not None
         assert process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=300) == 0
+        assert process.wait(timeout=300) == 141
         assert process.stderr is not None
         assert process.stderr.read() == ""
 

@@ -110,6 +110,7 @@ def test_a_machine_with_gpus(equipoise, monkeypatch: pytest.MonkeyPatch) -> None
     assert code == 0
     assert "  cuda:0  NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0\n" in out
     assert "  driver  570.86.15\n" in out
+    assert "256 cores, 1.0 TiB, 512.0 GiB free" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
 
 

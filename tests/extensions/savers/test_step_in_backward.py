@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from equipoise import Callback, MemoryLogger, OOMRecovery, StepError, Trainer
+from equipoise import Callback, MemoryLogger, OOMRecovery, StepError, Strategy, Trainer
 from tests.support.equality import assert_equal
 from tests.support.step_networks import FEATURES, batches
 from tests.support.trainer_runs import refuses, trainer
@@ -231,6 +231,12 @@ def hooked(parameters: Any) -> Optimizer:
     return optimizer
 
 
+class OfTheUser(Strategy):
+    """A strategy that does not say that its gradients are complete after the backward."""
+
+    name = "of_the_user"
+
+
 TWO = {"devices": ["cpu", "cpu"]}
 
 
@@ -243,6 +249,7 @@ TWO = {"devices": ["cpu", "cpu"]}
         (Module(), {"compile": True}, "compile gives all gradients together"),
         (Module(), {"strategy": "dp", **TWO}, "strategy='dp'"),
         (Module(), {"strategy": "pipeline", **TWO}, "strategy='pipeline'"),
+        (Module(), {"strategy": OfTheUser()}, "strategy='of_the_user'"),
         (Module(), {"callbacks": [OOMRecovery()]}, "OOMRecovery"),
         (Module(), {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
         (Module(), {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_before_optimizer_step"),

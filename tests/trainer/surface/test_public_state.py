@@ -198,6 +198,7 @@ def test_estimated_stepping_batches_are_lightnings(options: dict[str, Any], batc
     class Module(Small):
         def configure_optimizers(self) -> Any:
             self.estimates = [self.trainer.estimated_stepping_batches]
+            self.estimates.append(self.trainer.train_dataloader is None)  # where the estimate needs no loader
             return super().configure_optimizers()
 
         def on_train_end(self) -> None:
