@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+import sys
 import types
 import warnings
 import weakref
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.extensions.leaks import watch as watch_module
-from equipoise.extensions.leaks.references import find_holders, find_tensors, is_of_user
+from equipoise.extensions.leaks.references import find_holders, find_tensors, globals_of_user, is_of_user
 from equipoise.extensions.leaks.watch import FROZEN_BY_PYTHON, Leak, LeakWatch
 
 pytestmark = pytest.mark.usefixtures("full_collections")
@@ -359,13 +360,18 @@ def test_objects_that_somebody_set_aside_stay_there() -> None:
 
 
 @pytest.mark.thorough
-def test_files_of_the_user_are_told_from_those_of_packages() -> None:
+def test_files_and_modules_of_the_user_are_told_from_those_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_of_user(__file__)
     assert not is_of_user(torch.__file__)
     assert not is_of_user(random.__file__)
     assert not is_of_user(find_holders.__code__.co_filename)
     assert not is_of_user("<string>")
     assert not is_of_user(None)
+    # Some libraries put other objects there.
+    monkeypatch.setitem(sys.modules, "proxy", types.SimpleNamespace(__file__=__file__, __name__="proxy"))  # type: ignore[arg-type]
+    found = globals_of_user()
+    assert __name__ in found
+    assert not found.keys() & {"torch", "random", "proxy"}
 
 
 @pytest.mark.thorough

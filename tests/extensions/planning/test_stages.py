@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise import ConfigurationError, EnsembleStrategy, PipelineStrategy
 from equipoise.extensions.common.device_loads import Part
@@ -52,6 +52,38 @@ def test_each_device_has_its_layers() -> None:
     assert first["optimizer state"] == 3 * PARAMETERS
     assert "batch" in second
     assert "batch" not in first
+
+
+def test_a_step_of_the_optimiser_needs_no_more_than_for_the_largest_weight_of_its_stage() -> None:
+    module = Step(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)))
+    found = trace_step(lambda: module, torch.rand(4 * 32, WIDTH), StepSettings())
+    strategy = PipelineStrategy(micro_batches=4, cut_before=["net.1"])
+    (plan,) = plan_strategies(found, module, [strategy], [DEVICE] * 2)
+    weight = 8 * WIDTH * 4
+    passing = 32 * WIDTH * 4
+    # Weights, gradients and two states with their counts, the batch, and a gradient on its way to the stage before.
+    resting = 4 * (weight + 8 * 4) + 2 * 4 + 4 * passing + passing
+    # AdamW makes a root, and adds epsilon to it.
+    assert plan.devices[1].peak.phases["optimizer step"] == pytest.approx(resting + 2 * weight, abs=0.5 * weight)
+
+
+class Scaled(nn.Sequential):
+    """Layers between two products of their own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        scaled: Tensor = super().forward(value * self.scale) * self.scale
+        return scaled
+
+
+def test_a_parameter_of_all_stages_is_in_the_first() -> None:
+    module = Step(Scaled(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
+    found = trace_step(lambda: module, torch.rand(8, WIDTH), StepSettings())
+    (plan,) = plan_strategies(found, module, [PipelineStrategy(cut_before=["net.1"])], [DEVICE] * 2)
+    assert [device.peak.parts["parameter"] for device in plan.devices] == [PARAMETERS + WIDTH * 4, PARAMETERS]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -92,6 +92,9 @@ class OnMeta(Small):
         self.kind = kind
         if kind in ("parameter", "buffer"):  # a parameter there keeps a module with a buffer where it is
             self.other = nn.Linear(2, 1, device="meta")
+        if kind == "parameter":
+            self.unused = nn.Sequential(*(nn.PReLU(device="meta") for _ in range(4)))
+            self.most = nn.Sequential(*(nn.PReLU() for _ in range(3)))
         if kind == "buffer":
             self.register_buffer("scale", torch.ones(1, device="meta"))
 
@@ -115,7 +118,7 @@ class OnMeta(Small):
     [
         ("batch", "fit", ["batch['inputs'][0] is on meta", "the rest is on cpu", "`self.device`"]),
         ("batch", "test", ["batch['inputs'][0] is on meta", "the rest is on cpu", "`self.device`"]),
-        ("parameter", "fit", ["parameter 'other.weight' is on meta", "the rest is on cpu"]),
+        ("parameter", "fit", ["parameter 'other.weight' is on meta", "; and 1 more, while the rest is on cpu"]),
         ("buffer", "fit", ["buffer 'scale' is on meta", "the rest is on cpu", "`register_buffer`"]),
         ("constant", "fit", ["all parameters and buffers are on cpu", "OnMeta makes", "on `self.device`", "meta"]),
     ],
