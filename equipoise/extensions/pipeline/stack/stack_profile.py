@@ -149,10 +149,11 @@ class _Pass:
         self._newly_saved: dict[int, int] = {}
         # By layer, the time when the gradient of its first argument was there.
         self._arrivals: dict[int, float] = {}
+        self._hooks = ExitStack()
 
     def run(self) -> None:
         """Run the forward and its backward."""
-        with ExitStack() as context:
+        with self._hooks as context:
             # 1. Notice when modules are called.
             for index, layer in enumerate(self._stack.values()):
                 enter = partial(self._enter, index)
@@ -195,7 +196,9 @@ class _Pass:
         # Its backward ends when the gradient of an argument is computed.
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+                on_gradient = partial(self._on_gradient, index)
+                # An argument may be a parameter, which stays.
+                self._hooks.enter_context(tensor.register_hook(on_gradient))  # type: ignore[no-untyped-call]
                 break
 
     def _end_layer(self) -> None:

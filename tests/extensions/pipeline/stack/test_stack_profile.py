@@ -75,6 +75,18 @@ def test_the_backward_of_a_layer_ends_with_the_gradient_of_one_argument(monkeypa
     assert [block.backward for block in profile(made).blocks] == [2.0, 1.0, 1.0]
 
 
+def test_no_hook_stays_on_a_parameter_that_the_layers_receive() -> None:
+    def forward(self: Any, value: Tensor) -> Tensor:
+        prompt = self.prompt
+        for layer in self.layers:
+            prompt, value = layer(prompt, value)
+        return prompt * value
+
+    made = network(forward, prompt=nn.Parameter(torch.ones(2)), layers=nn.ModuleList(Pair() for _ in range(LAYERS)))
+    profile(made)
+    assert not made.prompt._backward_hooks
+
+
 def test_what_lies_around_the_layers_belongs_to_the_first_and_to_the_last() -> None:
     first, last = 4 * (2 * 4 + 4), 4 * (4 + 1)
     each = 4 * (4 * 4 + 4)
