@@ -161,7 +161,7 @@ def test_a_size_is_never_more_than_the_samples_of_the_longest_of_several_loaders
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("power", 32), ("binsearch", 40)])
-def test_a_predicted_size_that_does_not_fit_is_made_smaller(mode: str, expected: int, room: Any) -> None:
+def test_a_predicted_size_is_confirmed_by_a_step_or_made_smaller(mode: str, expected: int, room: Any) -> None:
     room(bytes_for(70))
     module = Bounded()
     Trainer(**OPTIONS, callbacks=[BatchSizeFinder(mode=mode, margin=0.0)]).fit(module)

@@ -231,6 +231,25 @@ def test_mixed_precision_of_fsdp_is_translated() -> None:
     refuses(lambda: connected(double), "param_dtype=torch.float64")
 
 
+class NotesTypes(Small):
+    """Notes the type that autocast computes in, and those of the gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.computed_in = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.of_gradients = {parameter.grad.dtype for parameter in self.parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_of_fsdp_is_autocast_with_gradients_in_the_type_of_the_parameters(dtype: torch.dtype) -> None:
+    module = NotesTypes()
+    run = trainer(strategy=TheirFSDP(mixed_precision=DtypesOfShards(param_dtype=dtype)), devices=1, max_epochs=1)
+    run.fit(module, loader())
+    assert (module.computed_in, module.of_gradients) == (dtype, {torch.float32})
+
+
 def test_options_of_fsdp_that_change_results_are_refused() -> None:
     ignoring_parts = TheirFSDP(ignored_modules=[3], param_init_fn=print, forward_prefetch=True)
     refuses(

@@ -75,7 +75,7 @@ NAMES = ("step", "train end", "val", "val end", "val end without a flag")
 
 
 @pytest.mark.thorough
-def test_a_value_that_the_main_process_alone_logs_is_monitored(tmp_path: Path) -> None:
+def test_a_value_that_rank_0_alone_logs_is_monitored(tmp_path: Path) -> None:
     keepers: list[Any] = [ModelCheckpoint(tmp_path / name, "{epoch}", monitor=name) for name in NAMES]
     keepers.append(ModelCheckpoint(tmp_path / "steps", "{step}", monitor="step", every_n_train_steps=1))
     run = trainer(callbacks=[*keepers, EarlyStopping("val end", patience=1)], max_epochs=4)

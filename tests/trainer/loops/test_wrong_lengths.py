@@ -223,7 +223,7 @@ class NextEpoch(Callback):
 
 
 @pytest.mark.parametrize(("second", "steps"), [(2, 6), (7, 11)])
-def test_a_data_set_may_change_between_epochs(second: int, steps: int) -> None:
+def test_a_data_set_may_grow_or_shrink_between_epochs(second: int, steps: int) -> None:
     module = Watched()
     run = trainer(max_epochs=2, callbacks=[NextEpoch()], num_sanity_val_steps=0)
     run.fit(module, DataLoader(Changing(4, second), batch_size=None), stream(1, 1))

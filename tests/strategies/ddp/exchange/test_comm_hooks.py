@@ -48,7 +48,7 @@ def fitted(strategy: Any, devices: int = 2) -> Any:
     ],
     ids=["made in each process", "Lightning's, made before"],
 )
-def test_gradients_of_a_low_rank_are_compressed_without_loss(strategy: Any) -> None:
+def test_hooks_that_compress_gradients_of_a_low_rank_run_on_the_cpu_without_loss(strategy: Any) -> None:
     """Two samples in a step: a gradient of rank 2 at most. The last digits show that it was compressed."""
     expected, actual = fitted("single_device", 1), fitted(strategy)
     assert_equal(expected, actual, 1e-9)
