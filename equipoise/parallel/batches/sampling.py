@@ -159,12 +159,8 @@ class SameOrder(DrawnAlike):
 class DerivedSampler(Sampler[Any]):
     """A sampler of ours that yields what another one yields, divided, joined or limited."""
 
+    # The other one, whose number of items decides about that of this one.
     batch_sampler: Any
-
-    @property
-    def source(self) -> Any:
-        """The other one, whose number of items decides about that of this one."""
-        return self.batch_sampler
 
 
 class SharedBatches(DerivedSampler):

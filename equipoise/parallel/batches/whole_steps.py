@@ -108,13 +108,8 @@ class AgreedOrder(DerivedSampler):
     """
 
     def __init__(self, sampler: Any, agree: Callable[[list[Any]], list[Any]]) -> None:
-        self.sampler = sampler
+        self.batch_sampler = self.sampler = sampler
         self.agree = agree
-
-    @property
-    def source(self) -> Any:
-        """The sampler."""
-        return self.sampler
 
     def __iter__(self) -> Iterator[Any]:
         return self._agreed(iter(self.sampler))

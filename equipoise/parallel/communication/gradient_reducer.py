@@ -55,10 +55,13 @@ class _Bucket:
         # Whether this process had a gradient of each parameter when the bucket was sent.
         self.has_all_gradients = False
 
-    def begin(self, weight: Weight) -> None:
+    def begin(self) -> None:
         """Expect all gradients again."""
         self.missing.update(self._indices)
         self.is_sent = False
+
+    def set_weight(self, weight: Weight) -> None:
+        """Sum this weight along with the gradients. Default: 1."""
         # Tensors are not compared, since that would wait for their device.
         is_tensor = isinstance(weight, Tensor) or isinstance(self.weight, Tensor)
         if is_tensor or weight != self.weight:
@@ -219,10 +222,9 @@ class GradientReducer:
             self._num_sent = 0
             self._works = []
         for bucket in self._buckets[self._num_sent :]:
+            bucket.begin()
             if bucket is self._weight_bucket:
-                bucket.begin(weight)
-            else:
-                bucket.begin(1)
+                bucket.set_weight(weight)
         if self._weight_bucket is None and not self._is_broken_off:
             self._separate_weight.fill_(weight)
             dist.all_reduce(self._separate_weight)

@@ -103,7 +103,7 @@ def _certainty_of_sampler(sampler: Any) -> Certainty:
     if kind is BatchSampler:
         return _certainty_of_sampler(sampler.sampler)
     if isinstance(sampler, DerivedSampler):
-        return _certainty_of_sampler(sampler.source)
+        return _certainty_of_sampler(sampler.batch_sampler)
     if kind is SameOrder:
         # The length of the user's sampler may be wrong. That of the order is right.
         return min(_certainty_of_sampler(sampler.sampler), Certainty.ONCE_DRAWN)
@@ -116,7 +116,7 @@ def draw_order(loader: Any) -> None:
         loader = loader.loader
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while not isinstance(sampler, SameOrder):
-        sampler = sampler.source if isinstance(sampler, DerivedSampler) else sampler.sampler
+        sampler = sampler.batch_sampler if isinstance(sampler, DerivedSampler) else sampler.sampler
     sampler.draw()
 
 
