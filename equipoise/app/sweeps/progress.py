@@ -59,8 +59,6 @@ def report_metrics(metrics: Mapping[str, float]) -> None:
 class JobProgress(Callback):
     """Reports the metrics of each epoch. Reading them waits for the device once an epoch."""
 
-    uses_outputs = False
-
     def __init__(self, receive: Report) -> None:
         self._receive = receive
 

@@ -47,8 +47,6 @@ class AdapterCheckpoints(Callback):
         >>> Trainer(callbacks=[AdapterCheckpoints()]).fit(module)  # doctest: +SKIP
     """
 
-    uses_outputs = False
-
     def __init__(self) -> None:
         self.left_out_of_checkpoints: Set[str] = frozenset()
         # What tells each frozen weight from others, by name.

@@ -67,8 +67,6 @@ class Float8Training(Callback):
         >>> Trainer(callbacks=[Float8Training(exclude=["*.lm_head"])], precision="fp8-true")  # doctest: +SKIP
     """
 
-    uses_outputs = False
-
     def __init__(
         self,
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",

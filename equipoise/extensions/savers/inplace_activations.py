@@ -42,7 +42,6 @@ class InplaceActivations(Callback):
         ('net.1', 'net.3')
     """
 
-    uses_outputs = False
     saves_memory = True
 
     def __init__(self) -> None:
