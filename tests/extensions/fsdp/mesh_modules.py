@@ -68,21 +68,22 @@ class PlainCut(Plain, CutAndSharded):
     pass
 
 
+def draw_by_rank() -> None:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+
+
 class ByRank(PlainNet):
     """Other values in each process, and a layer that `configure_model` makes of other random numbers in each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.draw()
+        draw_by_rank()
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
         self.last = None
 
-    def draw(self) -> None:
-        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-
     def setup(self, stage: str) -> None:
-        self.draw()
+        draw_by_rank()
 
     def configure_model(self) -> None:
         self.last = nn.Linear(7, 1)
@@ -183,6 +184,22 @@ class CutHeads(Heads):
         plan: Any = {name: ColwiseParallel() for name in ("query", "key", "value")}
         parallelize_module(self.attention, mesh, {**plan, "output": RowwiseParallel()})
         cut_blocks(self)
+
+
+class OwnDropout:
+    """Begins with other random numbers in each process, after layers are cut."""
+
+    def configure_optimizers(self) -> Any:
+        draw_by_rank()
+        return super().configure_optimizers()  # type: ignore[misc]
+
+
+class HeadsByRank(OwnDropout, Heads):
+    pass
+
+
+class CutHeadsByRank(OwnDropout, CutHeads):
+    pass
 
 
 class WithoutDropout(Heads):
