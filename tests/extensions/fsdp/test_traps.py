@@ -126,6 +126,13 @@ class UsesWeightInHook(ReadsElsewhere):
         nn.functional.linear(torch.ones(7, dtype=torch.float64), self.blocks[1].up.weight)
 
 
+class UsesWeightBeforeBackward(Net):
+    """Uses the weight of a block between `training_step` and the backward."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        nn.functional.linear(torch.ones(7, dtype=torch.float64), self.blocks[1].up.weight)
+
+
 def values(kind: Callable[[], Any], strategy: Any = "single_device", processes: int = 1, **options: Any) -> Any:
     return weights_of(fit(kind, strategy, processes, **options)[0])
 
@@ -217,6 +224,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "leaves the last one out": (LeavesLastUnitOut, {}, ["Rank 0 is about to compute blocks.2, while rank 1 has ended"]),
     "uses a weight in a hook": (UsesWeightInHook, {}, ["mixed torch.Tensor and DTensor"]),
+    "uses a weight behind its step": (
+        UsesWeightBeforeBackward,
+        {},
+        ["StepError: blocks.1.up.weight was used outside of the forward of its unit blocks.1", "FSDPStrategy("],
+    ),
     "an early optimiser": (
         EarlyOptimizer,
         {},

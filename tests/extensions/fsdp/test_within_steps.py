@@ -338,6 +338,13 @@ def made_of_a_weight(module: Any, batch: Any, batch_idx: int) -> None:
     nn.Parameter(module.first.weight)
 
 
+def divided_by_a_norm(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Takes the norm of a gradient of the samples of a process."""
+    loss = module.loss(batch)
+    (gradient,) = torch.autograd.grad(loss, module.last.weight, retain_graph=True)
+    return loss / gradient.norm()
+
+
 class Scaled(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -379,6 +386,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "joined": (JoinsGradients, ["ConfigurationError: LBFGS joins all gradients"]),
     "assigned": (stepping(assigned), ["StepError: The processes have assigned different gradients"]),
     "changed": (stepping(changed_by_its_samples), ["StepError: The processes change ", "by different values"]),
+    "norm": (
+        stepping(divided_by_a_norm, by_hand=False),
+        ["StepError: ", "was asked for gradients of parameters", "in automatic optimisation"],
+    ),
     "made of a weight": (stepping(made_of_a_weight), ["StepError: A parameter was made of a weight", "clone()"]),
     "other weights": (stepping(with_its_own_block, by_hand=False), ["StepError: ", "was replaced within a step"]),
 }

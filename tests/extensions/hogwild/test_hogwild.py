@@ -63,10 +63,18 @@ def fit(module: L.LightningModule, data: Any = None, val: Any = None, **options:
     return run
 
 
+class Remembers(Linear):
+    """Notes the states of the optimisers of all processes at the end."""
+
+    def on_train_end(self) -> None:
+        momentum = self.trainer.optimizers[0].state[self.net.weight]["momentum_buffer"]
+        self.notes = self.trainer.strategy.processes.gather_objects(momentum.tolist())
+
+
 @pytest.mark.parametrize("state", ["own", "shared"])
 def test_processes_step_shared_parameters(state: Any) -> None:
     torch.manual_seed(1)
-    module = Linear()
+    module = Remembers()
     before = module.net.weight.detach().clone()
     run = fit(module, loader(shuffle=True), state=state, max_epochs=6)
     # 1. The caller's module has learned, in memory of its own.
@@ -76,6 +84,8 @@ def test_processes_step_shared_parameters(state: Any) -> None:
     # 2. Each process counts its own steps: half of the samples, in batches of 4.
     assert run.global_step == 6 * SAMPLES // 2 // 4
     assert int(module.steps) == run.global_step
+    # 3. Their optimisers have one state, or one each.
+    assert (module.notes[0] == module.notes[1]) == (state == "shared")
 
 
 class FirstOnly(Linear):
