@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from equipoise.extensions.fsdp.state.gathering import gather_whole
+from equipoise.extensions.fsdp.state.loaded_shards import shard_like
 from tests.extensions.fsdp.programs import in_processes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -53,12 +54,17 @@ def compare(seed: int, rows: int, columns: int) -> int:
         assert type(gathered) is torch.Tensor
         assert gathered.dtype == expected.dtype
         assert torch.equal(gathered, expected), (tensor.placements, tensor.shape)
+        if not any(placement.is_partial() for placement in tensor.placements):
+            assert torch.equal(shard_like(tensor, gathered).to_local(), tensor.to_local())
+            # An optimiser may have numbers beside tensors.
+            assert shard_like(tensor, 3) == 3
     return len(tensors)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (3, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_whole_tensors_are_those_of_torchs_full_tensor(rows: int, columns: int) -> None:
+    """Cut again, they are the shards."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     assert in_processes(rows * columns, partial(compare, seed, rows, columns)) == TENSORS + 6

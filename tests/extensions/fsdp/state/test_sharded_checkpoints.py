@@ -1,5 +1,6 @@
 """Sharded checkpoints: each process writes its shards, and any strategy and number of processes resumes from them."""
 
+import copy
 import json
 import os
 import threading
@@ -14,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import equipoise
 from equipoise import CheckpointError, FSDPStrategy, WorkerError, merge_shards
 from equipoise.extensions.fsdp.state.writing import pieces, saving
 from tests.extensions.fsdp.modules import Tied
-from tests.extensions.fsdp.programs import Net, SavesAfter, assert_close, fit, fsdp, loader, weights_of
+from tests.extensions.fsdp.programs import Net, SavesAfter, assert_close, fit, fsdp, loader, make, weights_of
 from tests.support.trainer_runs import refuses
 
 pytestmark = pytest.mark.filterwarnings(
@@ -33,12 +35,27 @@ def sharded(**options: Any) -> FSDPStrategy:
     return fsdp(checkpoints="sharded", **options)
 
 
+class KeepsTwo(equipoise.Callback):
+    """Has two copies of the weights: those of the beginning, and those of the last step."""
+
+    copies_weights = True
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.copies = [copy.deepcopy(module) for _ in range(2)]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.copies[1].load_state_dict(module.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(zip(("first", "last"), (copied.state_dict() for copied in self.copies), strict=True))
+
+
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "behind"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two processes, within an accumulation window."""
     path = tmp_path_factory.mktemp("sharded") / "open.ckpt"
     strategy = sharded(save_in_background=request.param)
-    fit(Net, strategy, 2, callbacks=[SavesAfter(path, 2)], **WINDOW)
+    fit(Net, strategy, 2, callbacks=[KeepsTwo(), SavesAfter(path, 2)], **WINDOW)
     return path
 
 
@@ -95,6 +112,9 @@ def test_shards_are_merged_into_a_file_with_which_a_run_continues(checkpoint: Pa
     file = merge_shards(checkpoint, tmp_path / "whole.ckpt")
     content = torch.load(file, weights_only=False)
     assert not any(value.is_meta for value in content["state_dict"].values())
+    (copies,) = content["callbacks"].values()
+    assert_close(weights_of(make(Net).double()), copies["first"])
+    assert_close(content["state_dict"], copies["last"], 0.0)
     module, _ = fit(Net, batch_size=BATCH_SIZE, ckpt_path=file, **WINDOW)
     assert_close(weights_of(fit(Net, **WINDOW)[0]), weights_of(module))
     refuses(lambda: merge_shards(checkpoint, checkpoint), "is the sharded checkpoint itself", error=CheckpointError)
