@@ -139,6 +139,8 @@ def noisy(module: Any, batch: Any, batch_idx: int) -> None:
             parameter.grad = parameter.grad + noise * 0.01
             parameter.grad += 0.01 * parameter.detach()
             parameter.grad.copy_(parameter.grad.clone() * noise.square())
+            # A view, also of a shard.
+            parameter.grad.unsqueeze(0).mul_(0.9)
 
     step_after(module, lambda: module.manual_backward(module.loss(batch)), change)
 
@@ -190,14 +192,16 @@ def penalised(module: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def constrained(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    parameters = module.trained()
     with torch.no_grad():
-        for parameter in module.trained():
+        for parameter in parameters:
             parameter.clamp_(-0.3, 0.3)
         torch.manual_seed(batch_idx)
         module.blocks[1].up.weight.add_(torch.randn_like(module.blocks[1].up.weight), alpha=0.01)
     module.last.weight.data = torch.renorm(module.last.weight.data, 2, 0, 0.3)
-    penalty = sum(parameter.square().sum() for parameter in module.trained())
-    return module.loss(batch) + 0.01 * penalty
+    loss = module.loss(batch)
+    # Shards of before the forward, of which units that keep their weights have whole ones now.
+    return loss + 0.01 * sum(parameter.square().sum() for parameter in parameters)
 
 
 def averaged(module: Any, batch: Any, batch_idx: int) -> Tensor:
