@@ -41,6 +41,7 @@ def test_shapes_that_never_come_again_take_no_memory(monkeypatch: pytest.MonkeyP
     of_program = Variants(Program())  # type: ignore[arg-type]
     for rows in range(1, 50):
         assert of_program.of(torch.ones(rows), True) is None
+        assert len(of_program._seen) <= 5
     for _ in range(STEPS_BEFORE):
         assert of_program.of(torch.ones(7), True) is None
     assert of_program.of(torch.ones(7), True) is not None
