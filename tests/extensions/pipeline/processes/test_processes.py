@@ -316,6 +316,15 @@ class Beside(Model):
         return super().training_step(batch, batch_idx)["loss"] + self.net.blocks[0].weight.square().mean()
 
 
+class Kind(nn.Parameter):
+    """A class of the user's own, which the package does not replace by one that refuses to be read."""
+
+
+class BesideOfAKind(Beside):
+    def configure_model(self) -> None:
+        self.net.blocks[0].weight = Kind(self.net.blocks[0].weight.detach())
+
+
 class Keeping(Model):
     def optimizer_zero_grad(self, *args: Any) -> None:
         pass
@@ -326,6 +335,7 @@ class Keeping(Model):
     ("make", "error", "message"),
     [
         (Beside, StepError, "of another stage .* by `square`.*within the network's forward"),
+        (BesideOfAKind, StepError, r"uses net\.blocks\.0\.weight outside .* in the process of stage 0\."),
         (Keeping, ConfigurationError, "Keeping overrides `optimizer_zero_grad`.*engine='threads'"),
     ],
 )
