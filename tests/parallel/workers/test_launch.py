@@ -13,7 +13,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import set_forkserver_preload
+from multiprocessing import get_context, set_forkserver_preload
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +423,22 @@ def test_a_sigterm_reaches_workers_that_start_after_it(tmp_path: Path, monkeypat
     finally:
         signal.signal(signal.SIGTERM, earlier)
     assert received == [signal.SIGTERM]
+
+
+def says_later_that_it_is_alive(sender: Connection) -> None:
+    threading.Event().wait(60)
+    sender.send(None)
+
+
+def test_a_worker_that_leads_no_group_yet_is_killed() -> None:
+    context = get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=says_later_that_it_is_alive, args=(sender,))
+    process.start()
+    sender.close()
+    WorkerProcess(0, process, *context.Pipe()).end()
+    with receiver, pytest.raises(EOFError):
+        receiver.recv()
 
 
 # Where it is called
