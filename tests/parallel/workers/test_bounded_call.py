@@ -27,9 +27,10 @@ def kill_itself() -> None:
     [
         (sys.exit, (0,), "its process left no result"),
         (sys.exit, (3,), "its process ended with exit code 3"),
+        (sys.exit, (255,), "its process ended, or the server that starts processes was ended"),
         (kill_itself, (), "its process was ended by SIGKILL, as when the memory of the host is exhausted"),
     ],
-    ids=["leaves in silence", "leaves", "is killed"],
+    ids=["leaves in silence", "leaves", "leaves as with the server", "is killed"],
 )
 def test_how_a_process_ended_is_told(function: Any, arguments: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(CallError) as caught:
