@@ -183,9 +183,34 @@ class Adversaries(Module):
         first.step()
 
 
+class ThroughData(torch.optim.SGD):
+    """Steps through `.data`, which leaves no trace."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(0.1 * parameter.grad)
+
+
+class Twice(Module):
+    """Steps twice for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return ThroughData(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            self.zero_grad()
+            self.manual_backward(self(batch[0]).square().mean())
+            self.optimizers().step()
+
+
 @pytest.mark.parametrize(
     ("make", "shares"),
-    [(Penalised, [0, 1, 2]), (Recurrent, [2, 1, 1]), (Adversaries, [1, 1, 1])],
+    [(Penalised, [0, 1, 2]), (Recurrent, [2, 1, 1]), (Adversaries, [1, 1, 1]), (Twice, [1, 1])],
 )
 def test_gradients_taken_by_hand_are_those_of_one_device(make: type[Module], shares: list[int]) -> None:
     assert_trains_alike(make, (BalancedDataParallelStrategy(shares=shares, parallelize="forward"), len(shares)))
