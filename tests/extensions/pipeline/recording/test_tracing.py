@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise.extensions.pipeline.graph.call_structure import CallStructure
 from equipoise.extensions.pipeline.recording.tracing import NotTraceable
+from equipoise.interop.torch import modules
 from tests.support.networks.layers import network as written
 from tests.support.traces import called, run, traced
 
@@ -100,6 +101,15 @@ def test_submodules_that_cannot_be_recorded_stay_whole_and_the_reason_is_named(f
     assert seed[0] == after[0]
     assert torch.equal(seed[1], after[1])
     assert seed[2] == after[2]
+
+
+def test_values_tell_that_a_buffer_is_changed_where_no_private_name_tells_it(monkeypatch):
+    monkeypatch.setattr(modules, "_has_versions", False)
+    made = traced(nn.Sequential(one_layer(changes_a_buffer), one_layer(counts)), torch.rand(3))
+    assert [reason.rpartition(" of ")[0] for reason in made.opaque.values()] == [
+        "changes the buffer 'seen'",
+        "sets the attribute 'calls'",
+    ]
 
 
 # As text, since pytest makes something else of assertions in this file.
