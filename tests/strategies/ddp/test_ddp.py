@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, default_collate
 
 from equipoise import ConfigurationError, DDPStrategy, StepError
+from equipoise.interop.torch.modules import has_gradient_hooks
 from equipoise.strategies.ddp.exchange import torch_engine
 from equipoise.strategies.distributed import window_totals
 from tests.strategies.runs import assert_trains_alike, fit, numbers_in, trainer
@@ -120,6 +121,17 @@ def test_a_module_trains_as_on_one_device(kind: type[Numbered], engine: Any) -> 
     module = assert_trains_alike(kind, strategy=DDPStrategy(engine=engine))
     if kind is GradientHook:
         assert torch.equal(module.net[0].weight[:, 0], numbered(kind).net[0].weight[:, 0].double())
+
+
+class LeavesNoHook(DDPStrategy):
+    def teardown(self, error: BaseException | None = None) -> None:
+        parameters = list(self._module.parameters()) if self._module else []
+        super().teardown(error)
+        assert not any(map(has_gradient_hooks, parameters))
+
+
+def test_hooks_of_the_exchange_end_with_the_run() -> None:
+    fit(Numbered(), LeavesNoHook(engine="native"), count=8)
 
 
 class SomeSamples(Numbered):
