@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from equipoise import ConfigurationError
 from equipoise.extensions.pipeline import checked_traces
 from equipoise.extensions.pipeline.recording import tracing
+from equipoise.extensions.pipeline.verification.output_comparison import Output
 from tests.support.batches import CLASSES
 from tests.support.equality import assert_equal
 from tests.support.networks.layers import WIDTH, Task, layers, network
@@ -106,6 +107,13 @@ def test_a_submodule_whose_trace_is_wrong_stays_whole(monkeypatch):
     question = wrong_where_recorded(monkeypatch)
 
     assert_as_on_one_device(lambda: Task(around(question())), pipelined(2, micro_batches=2))
+
+
+def test_equal_values_of_other_graphs_differ():
+    x = torch.ones(3, requires_grad=True)
+    one, again, other = (Output(value.exp(), with_graph=True) for value in (x * 1, x * 1, x + 0))
+    assert one.agrees(again)
+    assert not one.agrees(other)
 
 
 def adds_noise(self: Any, x: Tensor) -> Tensor:
