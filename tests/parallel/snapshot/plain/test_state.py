@@ -2,6 +2,9 @@
 
 import pickle
 
+import torch
+from torch import nn
+
 from equipoise.parallel.snapshot.plain.paths import Root
 from equipoise.parallel.snapshot.plain.state import UNKNOWN, PlainState, saved_values
 
@@ -22,3 +25,13 @@ def test_a_start_that_was_not_noted_stays_so_in_another_process() -> None:
     changes = state.changes({"data": Root(curriculum)})
     assert changes["values"] == [[["data", "level"], 2, False, True]]
     assert [value.start for value in saved_values(changes)] == [UNKNOWN]
+
+
+def test_views_of_weights_are_saved_with_these_alone() -> None:
+    layer = nn.Linear(3, 2)
+    layer.row = layer.weight.detach()[0]
+    state = PlainState()
+    state.mark({"layer": Root(layer)})
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    assert not state.changes({"layer": Root(layer)})["values"]
