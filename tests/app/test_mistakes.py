@@ -139,6 +139,7 @@ MISTAKES = [
     ("devices cuda", "takes no arguments", "cuda"),
     ("init", "takes one folder", "nothing"),
     ("init a b", "takes one folder", "a b"),
+    ("completion", "bash, zsh, fish", "nothing"),
     ("completion tcsh", "bash, zsh, fish", "tcsh"),
 ]
 

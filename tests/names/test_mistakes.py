@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import equipoise
+from equipoise.names.misfits import refuse_misfits
 from tests.support.trainer_runs import trainer
 
 DATA = TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64))
@@ -188,6 +189,13 @@ def test_one_sentence_below_the_lines_of_the_script(message: str, script: str, t
     assert message in text.splitlines()[-1] or any(message in note for note in getattr(caught.value, "__notes__", []))
     assert f'File "{path}", line' in text
     assert FOLDER not in text
+
+
+def test_an_argument_that_lacks_is_told_where_others_are_given_by_position() -> None:
+    def mean(values: Any, weights: Any) -> None: ...
+
+    with pytest.raises(TypeError, match=r"mean: missing a required argument: 'weights'\.$"):
+        refuse_misfits(mean, [1], {})
 
 
 def test_modules_can_be_imported() -> None:

@@ -287,6 +287,19 @@ def test_optimisers_that_step_together_pass_over_multiples(kind: type[Any]) -> N
     assert [result.step for result in evaluation.results] == [4, 6, 10, 12]
 
 
+def test_a_run_after_one_that_failed_is_evaluated_from_its_start() -> None:
+    evaluation = NoGradEvaluation(held_out(), every_n_epochs=1, metrics=accuracy())
+
+    class Fails(Plain):
+        def on_train_epoch_end(self) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(evaluation, module=Fails())
+    fit(evaluation)
+    assert [result.step for result in evaluation.results] == [3, 3]
+
+
 def test_a_resumed_run_has_its_history(tmp_path: Path) -> None:
     def run(epochs: int, path: Path | None = None) -> Any:
         one = NoGradEvaluation(held_out(), accuracy(), name="one", every_n_steps=2)

@@ -217,6 +217,25 @@ def test_outputs_that_no_hook_uses_are_not_prepared(cls: type[Collects], uses: b
 
 
 @BOTH
+def test_outputs_of_a_step_by_hand_are_what_it_returned_without_the_graph(cls: Any) -> None:
+    class ByHand(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
+
+        def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+            self.seen.append((outputs["index"], outputs["loss"].requires_grad))
+
+    module = ByHand()
+    trainer(cls).fit(module, loader(2))
+    assert module.seen == [(0, False), (1, False)]
+
+
+@BOTH
 def test_a_callback_that_comes_between_epochs_is_called_from_then_on(cls: Any) -> None:
     late, epochs = L.Callback(), []
     by_class(late, "on_train_batch_end", lambda trainer, *args: epochs.append(trainer.current_epoch))

@@ -31,6 +31,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (True, None, (True, False, False)),
         ("warn", None, (True, True, False)),
         (True, True, (True, False, True)),
+        (False, None, (False, False, True)),
         (None, False, (False, False, False)),
     ],
 )

@@ -27,6 +27,10 @@ class TestThin:
         kept = thin(points, 200, math.log10)
         assert sum(x < 1e-4 for x, _ in kept) >= len(kept) // 3
 
+    def test_points_for_which_there_is_room_all_stay(self):
+        points = [(float(step), float(step % 3)) for step in range(200)]
+        assert thin(points, 200) == points
+
 
 class TestScale:
     @pytest.mark.parametrize("unit", ["number", "bytes", "seconds", "step"])
