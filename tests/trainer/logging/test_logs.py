@@ -54,6 +54,13 @@ def test_values_of_one_name_in_two_hooks_are_apart() -> None:
     assert plain(logs.metrics()) == {"x": 2.0}
 
 
+def test_a_parameter_is_logged_as_its_value() -> None:
+    logs = logs_of()
+    logs.begin_batch([0])
+    log(logs, "scale", nn.Parameter(torch.tensor(2.0)), on_step=True)
+    assert plain(logs.metrics()) == {"scale": 2.0}
+
+
 def test_metrics_that_callbacks_read_are_computed_when_read() -> None:
     class Counting(Collection):
         reads = 0
