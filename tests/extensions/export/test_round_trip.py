@@ -49,6 +49,8 @@ def test_tensors_of_every_kind_are_read_back_from_several_files(tmp_path: Path) 
     sizes = [len(safetensors.torch.load_file(file)) for file in result.files if file.endswith(".safetensors")]
     assert sum(sizes) > 1
     assert all(Path(file).is_file() for file in result.files)
+    # The length of what stands before the tensors is a multiple of 8.
+    assert not any(file.read_bytes()[0] % 8 for file in (tmp_path / "out").glob("*.safetensors"))
 
 
 def test_tied_weights_are_read_and_written_as_the_library_does(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ class Noisy(L.LightningModule):
         self.net = nn.Sequential(*layers)
         self.seldom_used = nn.Linear(6, 1)
         self.mean = MeanMetric()
-        self.metrics = MetricCollection([MeanSquaredError(), R2Score()])
+        # The first two have one state.
+        errors = {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}
+        self.metrics = MetricCollection({**errors, "r2": R2Score()})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         features, targets = batch
