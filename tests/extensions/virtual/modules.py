@@ -23,8 +23,8 @@ class Noisy(L.LightningModule):
         self.seldom_used = nn.Linear(6, 1)
         self.mean = MeanMetric()
         # The first two have one state.
-        errors = {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}
-        self.metrics = MetricCollection({**errors, "r2": R2Score()})
+        squares = {"MeanSquaredError": MeanSquaredError(), "root": MeanSquaredError(squared=False)}
+        self.metrics = MetricCollection({**squares, "R2Score": R2Score()})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         features, targets = batch
