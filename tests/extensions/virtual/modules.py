@@ -44,8 +44,10 @@ class Noisy(L.LightningModule):
         outputs = self.net(features)
         self.log("val_loss", nn.functional.mse_loss(outputs, targets))
         self.metrics.update(outputs, targets)
-        self.log_dict(self.metrics)
         self.log("val_sum", targets.sum(), reduce_fx="sum")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
