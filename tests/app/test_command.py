@@ -32,6 +32,8 @@ def test_help_of_a_command_explains_its_flags(equipoise, command):
     assert out.startswith(f"equipoise {command} ")
     flags = dict(command_named(command).flags)
     assert all(flags.values())
+    # Without Hydra and outside of a project, those of the program itself run.
+    assert command not in OWN_COMMANDS or "--config-dir" not in out
     for flag, meaning in flags.items():
         assert f"  {flag}" in out
         assert meaning in " ".join(out.split())
@@ -74,7 +76,7 @@ def test_help_of_a_key(project, equipoise):
     assert code == 0
     first, *meaning = out.splitlines()
     assert first == "trainer.max_epochs: type int | None, default null, here 7"
-    assert "epochs after which training ends" in " ".join(meaning)
+    assert " ".join(meaning).count("epochs after which training ends") == 1
     assert equipoise("fit", "module.lr=0.5", "-h", "module.lr")[1].startswith("module.lr: type float, here 0.5")
 
 

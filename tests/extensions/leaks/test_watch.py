@@ -407,6 +407,7 @@ def test_paths_through_slots_partials_methods_arrays_and_generators() -> None:
         (functools.partial(print, end=target), "root.keywords['end']"),
         ({"a": (1, [target])}, "root['a'][1][0]"),
         ({1: {target}}, "an element of root[1]"),
+        ({"k" * 50: target}, f"root['{'k' * 36}...]"),
         (default, f"a default argument of {default.__qualname__}"),
         (array, "root[1]"),
         (running, "'mine' in root[0]"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from equipoise import Trainer
 from equipoise.errors import ConfigurationError
@@ -216,6 +216,16 @@ def test_what_is_read_is_the_batch_of_the_fit() -> None:
     (expected,) = next(iter(train))
     # The copy drew the same numbers; here none were drawn.
     assert torch.equal(batch, expected)
+
+
+def test_of_several_planned_batches_the_first_is_read() -> None:
+    class Batches(BatchSampler):
+        def planned_batches(self) -> Any:
+            return [([3, 5], None), ([7], None)]
+
+    sampler = Batches(range(64), BATCH_SIZE, drop_last=False)
+    (batch,) = read(DataLoader(samples(), batch_sampler=sampler))
+    assert torch.equal(batch, samples()[[3, 5]][0])
 
 
 def test_loaders_with_workers_and_structures_of_loaders() -> None:

@@ -23,6 +23,7 @@ from equipoise.interop.torch.loaders import with_sampler
 from equipoise.parallel.communication.processes import Processes
 from equipoise.strategies.distributed.epoch_length import Extent
 from equipoise.trainer.data import loaders
+from equipoise.trainer.data.loader_state import separate_workers, separates_workers
 from tests.support.trainer_runs import Small, Validated, loader, trainer, with_step
 from tests.trainer.data.few_batches import Counted, loaders_of, numbers
 
@@ -171,6 +172,20 @@ def test_workers_are_left_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch
     lightning_loaders.seed_workers([1, 2], 0)  # no loader of torch
     monkeypatch.setattr(lightning_loaders, "_SEED_WORKER", None)
     assert init_after() is None
+
+
+def test_workers_of_processes_are_separated_only_where_they_would_draw_alike() -> None:
+    private = {"generator": torch.Generator(), "num_workers": 1}
+    for options, rank, is_separated in (
+        (private, 1, True),
+        (private, 0, False),
+        ({**private, "num_workers": 0}, 1, False),
+        ({"num_workers": 1}, 1, False),
+        ({**private, "worker_init_fn": print}, 1, False),
+    ):
+        source = DataLoader(Noise(), **options)
+        separate_workers(source, rank)
+        assert separates_workers(source.worker_init_fn) == is_separated
 
 
 class ToldEpochs:
