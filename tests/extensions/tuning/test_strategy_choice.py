@@ -151,6 +151,20 @@ def test_the_strategy_is_chosen_once(room: Any, told: list[str], prediction: Mem
     assert len(told) == 1
 
 
+def test_ddp_is_chosen_by_the_first_fit_alone(
+    room: Any, told: list[str], prediction: MemoryPrediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room(peak_under(prediction, DDPStrategy()))
+    # No run follows, which would start processes.
+    monkeypatch.setattr(trainer_module, "search", lambda *_: False)
+    trainer = Trainer(**OPTIONS)
+    trainer.validate(Wide(), loader())
+    assert told == []
+    for _ in range(2):
+        trainer.fit(Wide(), loader())
+    assert len(told) == 1
+
+
 def test_ddp_is_taken_with_a_warning_where_nothing_fits(room: Any, told: list[str]) -> None:
     room(1000)
     with pytest.warns(UserWarning, match="predicted to fit under no strategy: device would need .* of 1000 B"):
