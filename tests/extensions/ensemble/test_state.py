@@ -1,11 +1,15 @@
 """State of members: logs, predictions, checkpoints and resumption."""
 
+import copy
 import gc
+import random
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -14,7 +18,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics import SumMetric
 
-from equipoise import CheckpointError, EnsembleStrategy, OOMRecovery, StepError, Trainer, split_ensemble
+from equipoise import (
+    CheckpointError,
+    ConfigurationError,
+    EnsembleStrategy,
+    OOMRecovery,
+    StepError,
+    Trainer,
+    split_ensemble,
+)
 from equipoise.extensions.ensemble.gradients import WeightsOfMembers
 from tests.extensions.ensemble.runs import (
     CLOSE,
@@ -25,6 +37,7 @@ from tests.extensions.ensemble.runs import (
     assert_members,
     ensemble,
     loader,
+    states_alone,
     trainer,
 )
 from tests.support.equality import assert_equal
@@ -362,6 +375,54 @@ def test_members_that_a_factory_does_not_make_anew_are_refused() -> None:
     ):
         run = trainer(EnsembleStrategy(members=2, factory=factory))
         refuses(lambda run=run: run.fit(module, loader(), loader(shuffle=False)), words)
+
+
+class Attributed(Classifier):
+    """Its constructor makes attributes beside the weights, for the outermost module and for its network."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.name = str(torch.rand(()))
+        self.net.options = [draw()]
+
+
+class HookedBy(Classifier):
+    """A hook has a value of the constructor."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        factor = draw()
+        self.net[0].register_forward_hook(lambda layer, args, output: factor * output)
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "a number": random.random,
+    "a tensor": lambda: torch.rand(3),
+    "an array": lambda: numpy.random.rand(2000),
+    "a generator": lambda: torch.Generator().manual_seed(random.randrange(2**20)),
+}
+
+
+@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_attributes_that_depend_on_the_seed_are_refused(kind: str, members: int) -> None:
+    for module, place in (
+        (Attributed, r"Attributed\.net\.options(\[0\])?"),
+        (HookedBy, r"HookedBy\.net\.0\._forward_hooks\[\d+\]\.factor"),
+    ):
+        factory = partial(module, DRAWS[kind])
+        run = trainer(EnsembleStrategy(members=members, factory=factory))
+        with pytest.raises(ConfigurationError, match=f"^{place} is another value under another seed"):
+            run.fit(factory(), loader(), loader(shuffle=False))
+
+
+@pytest.mark.parametrize("value", [3.0, torch.arange(3), numpy.arange(2000)], ids=["number", "tensor", "array"])
+def test_attributes_that_are_the_same_under_each_seed(value: Any) -> None:
+    factory = partial(Attributed, partial(copy.copy, value))
+    strategy = EnsembleStrategy(members=2, factory=factory)
+    seed_everything(SEED, verbose=False)
+    trainer(strategy).fit(factory(), loader(), loader(shuffle=False))
+    assert_members(states_alone(SEED, 2, factory), strategy, CLOSE)
 
 
 def test_a_step_that_runs_out_of_memory_is_not_repeated_in_parts() -> None:

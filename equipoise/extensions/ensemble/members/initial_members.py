@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.modules import hyperparameters_name
 from equipoise.parallel.snapshot import random_state
+from equipoise.parallel.snapshot.plain.leaves import Leaf, Leaves
+from equipoise.parallel.snapshot.plain.paths import Root
+from equipoise.parallel.snapshot.plain.places import text_of
+from equipoise.tree import extract_tensors
 from equipoise.validation import is_whole
 
 __all__ = ["Factory", "InitialMember", "check_seeds", "construct_members", "member_seeds"]
@@ -93,26 +97,39 @@ def construct_members(module: nn.Module, factory: Factory | None, seeds: Sequenc
         seeds: The seeds of these members.
 
     Raises:
-        ConfigurationError: If a member cannot be constructed, or is not like the module.
+        ConfigurationError: If a member cannot be constructed, is not like the module, or has attributes that depend on
+            its seed.
     """
     construct = factory
     if construct is None:
         construct = _constructor_of(module)
     members = []
+    # What the module has beside its weights may have been set after its construction, so that members are compared with
+    # one another: a further one is constructed if there is only one.
+    attributes: list[Leaf] = []
+    further_seeds = [(seeds[0] + 1) % _SEEDS] if len(seeds) == 1 else []
     with random_state.isolated():
-        for seed in seeds:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy = sys.modules.get("numpy")
-            if numpy is not None:
-                numpy.random.seed(seed % _SEEDS)
-            member = construct()
+        for seed in [*seeds, *further_seeds]:
+            member = _constructed(construct, seed)
             _check_member(module, member)
+            attributes_of_member = _attributes_of(member)
+            attributes = attributes or attributes_of_member
+            _check_attributes(attributes, attributes_of_member)
             state = {}
             for name, tensor in _tensors_of(member).items():
                 state[name] = tensor.detach().clone()
             members.append(InitialMember(state, torch.get_rng_state()))
-    return members
+    return members[: len(seeds)]
+
+
+def _constructed(construct: Factory, seed: int) -> Any:
+    """Construct a member under a seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % _SEEDS)
+    return construct()
 
 
 def _constructor_of(module: nn.Module) -> Factory:
@@ -147,6 +164,36 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     tensors.update(module.named_buffers())
     return tensors
+
+
+def _attributes_of(member: nn.Module) -> list[Leaf]:
+    """Return numbers, tensors that are not registered, and generators, in attributes and hooks of a member."""
+    kind = type(member).__name__
+    parts = {f"{kind}.{name}".rstrip("."): Root(part) for name, part in member.named_modules()}
+    leaves = Leaves().of(parts)
+    return [leaf for leaf in leaves if leaf.kind in ("values", "generators") and not isinstance(leaf.value, str)]
+
+
+def _check_attributes(expected: Sequence[Leaf], attributes: Sequence[Leaf]) -> None:
+    """Check that two members of different seeds have the same attributes beside their parameters and buffers.
+
+    Raises:
+        ConfigurationError: If they have not: the members of a run share the module's.
+    """
+    # In order: the hooks of each member have keys of their own.
+    for one, other in zip(expected, attributes, strict=False):
+        is_equal = one.mark == other.mark
+        # A mark has the numbers of tensors in place of their elements.
+        tree, tensors = extract_tensors(one.value)
+        if tensors:
+            other_tree, other_tensors = extract_tensors(other.value)
+            is_equal = repr(tree) == repr(other_tree) and all(map(torch.equal, tensors, other_tensors))
+        if not is_equal:
+            raise ConfigurationError(
+                f"{text_of(one.path)} is another value under another seed, but all members of an ensemble have that of"
+                " the module. Register it with `self.register_buffer`, make it the same under every seed, or train the"
+                " members in runs of their own."
+            )
 
 
 def _check_member(module: nn.Module, member: Any) -> None:
