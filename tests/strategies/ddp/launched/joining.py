@@ -43,7 +43,7 @@ val = float(trainer.callback_metrics["val"])
 assert not torch.distributed.is_initialized(), "the process group of the fit is open"
 predicted = torch.cat(trainer.predict(module, DataLoader(data, batch_size=4))).tolist()
 result = {"weights": [weight.tolist() for weight in module.parameters()], "val": val, "predicted": predicted,
-          "rank": trainer.global_rank, "world": trainer.world_size,
+          "drawn": torch.rand(()).item(), "rank": trainer.global_rank, "world": trainer.world_size,
           "machines": trainer.num_nodes, "strategy": type(trainer.connected_strategy).__name__}
 with open(f"{folder}/{trainer.global_rank}.json", "w") as file:
     json.dump(result, file)
@@ -70,10 +70,10 @@ def alone(folder: Path) -> Any:
 
 
 def check(folder: Path, machines: int = 1) -> None:
-    """See that both processes end with the same module and results, those of one device."""
+    """See that both processes end with the same module, results and random numbers, those of one device."""
     found, expected = results(folder), alone(folder)
     assert sorted(found) == [0, 1]
     for result in found.values():
-        numbers = {name: expected[name] for name in ("weights", "val", "predicted")}
+        numbers = {name: expected[name] for name in ("weights", "val", "predicted", "drawn")}
         place = {"rank": result["rank"], "world": 2, "machines": machines, "strategy": "DDPStrategy"}
         assert_equal({**numbers, **place}, result, 1e-12)
