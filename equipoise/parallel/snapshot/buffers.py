@@ -4,6 +4,7 @@ BatchNorm changes its statistics without a change of their versions, so a snapsh
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import getitem, is_not, itemgetter
 from typing import Any
@@ -21,8 +22,8 @@ Selector = Callable[[list[Tensor]], Selection]
 Join = Callable[..., Tensor]
 # A module's dictionary of its direct buffers; a value may be None.
 Registered = dict[str, Any]
-# Number of dimensions, where all from 2 count as 2; dtype; device.
-Kind = tuple[int, torch.dtype, torch.device]
+# Number of dimensions, where all from 2 count as 2; dtype; device; whether they were made in inference mode.
+Kind = tuple[int, torch.dtype, torch.device, bool]
 # A count of writes; None if the buffer has none.
 Version = list[int] | None
 
@@ -99,6 +100,7 @@ class _BufferGroup:
             only_index = slice(index, index + 1)
             self._members = itemgetter(only_index)
         members = self._members(buffers)
+        self._are_of_inference = members[0].is_inference()
 
         # 2. Large buffers are copied one by one.
         ndim = members[0].ndim
@@ -129,7 +131,9 @@ class _BufferGroup:
 
     def restore(self, buffers: list[Tensor]) -> None:
         """Copy the values back."""
-        foreach.copy_(self._members(buffers), self._copies)
+        # Tensors that were made in inference mode are written to in that mode alone.
+        with torch.inference_mode() if self._are_of_inference else nullcontext():
+            foreach.copy_(self._members(buffers), self._copies)
 
 
 def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
@@ -137,7 +141,7 @@ def _grouped(buffers: list[Tensor]) -> list[_BufferGroup]:
     # 1. Divide the buffers.
     indices_by_kind: dict[Kind, list[int]] = {}
     for index, buffer in enumerate(buffers):
-        kind = (min(buffer.ndim, 2), buffer.dtype, buffer.device)
+        kind = (min(buffer.ndim, 2), buffer.dtype, buffer.device, buffer.is_inference())
         indices_by_kind.setdefault(kind, []).append(index)
     # 2. Allocate the copies.
     with torch.no_grad():

@@ -24,6 +24,8 @@ class Holder(nn.Module):
         super().__init__()
         self.norm, self.drop = nn.BatchNorm1d(2), nn.Dropout()
         self.register_buffer("count", torch.zeros(()))
+        with torch.inference_mode():
+            self.register_buffer("table", torch.zeros(2))
         self.seen = MeanMetric()
         self.torchs = torch.Generator().manual_seed(1)
         self.pythons = random.Random(2)
@@ -34,6 +36,8 @@ class Holder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         self.seen.update(x)
+        if x.is_inference():
+            self.table += 1
         self.state, self.cache = x, x  # one that was there before, one that was not
         return self.drop(self.norm(x))
 
@@ -77,7 +81,7 @@ def test_generators_modes_attributes_buffers_and_metrics_are_put_back(fails: boo
         module.train()
         with torch.inference_mode(inference):
             for (batch,) in loader:
-                module(batch)
+                module(batch.clone())
         drawn(module, generators)
         module.norm.running_mean = torch.ones(2)
         if fails:
