@@ -1,9 +1,9 @@
 """State of members: logs, predictions, checkpoints and resumption."""
 
-import copy
 import gc
 import random
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -416,9 +416,13 @@ def test_attributes_that_depend_on_the_seed_are_refused(kind: str, members: int)
             run.fit(factory(), loader(), loader(shuffle=False))
 
 
-@pytest.mark.parametrize("value", [3.0, torch.arange(3), numpy.arange(2000)], ids=["number", "tensor", "array"])
-def test_attributes_that_are_the_same_under_each_seed(value: Any) -> None:
-    factory = partial(Attributed, partial(copy.copy, value))
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: 3.0, lambda: torch.arange(3), lambda: numpy.arange(2000), time.perf_counter_ns],
+    ids=["a number", "a tensor", "an array", "the time"],
+)
+def test_attributes_that_do_not_depend_on_the_seed(draw: Callable[[], Any]) -> None:
+    factory = partial(Attributed, draw)
     strategy = EnsembleStrategy(members=2, factory=factory)
     seed_everything(SEED, verbose=False)
     trainer(strategy).fit(factory(), loader(), loader(shuffle=False))

@@ -8,7 +8,7 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,13 +112,17 @@ def construct_members(module: nn.Module, factory: Factory | None, seeds: Sequenc
         for seed in [*seeds, *further_seeds]:
             member = _constructed(construct, seed)
             _check_member(module, member)
-            attributes_of_member = _attributes_of(member)
-            attributes = attributes or attributes_of_member
-            _check_attributes(attributes, attributes_of_member)
             state = {}
             for name, tensor in _tensors_of(member).items():
                 state[name] = tensor.detach().clone()
             members.append(InitialMember(state, torch.get_rng_state()))
+            attributes_of_member = _attributes_of(member)
+            attributes = attributes or attributes_of_member
+            differing = _differing(attributes, attributes_of_member)
+            if differing:
+                # The time, say, is another one under the same seed, too.
+                again = _attributes_of(_constructed(construct, seeds[0]))
+                _check_differing(differing - _differing(attributes, again))
     return members[: len(seeds)]
 
 
@@ -174,12 +178,9 @@ def _attributes_of(member: nn.Module) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.kind in ("values", "generators") and not isinstance(leaf.value, str)]
 
 
-def _check_attributes(expected: Sequence[Leaf], attributes: Sequence[Leaf]) -> None:
-    """Check that two members of different seeds have the same attributes beside their parameters and buffers.
-
-    Raises:
-        ConfigurationError: If they have not: the members of a run share the module's.
-    """
+def _differing(expected: Sequence[Leaf], attributes: Sequence[Leaf]) -> set[str]:
+    """Return the places at which two members have different attributes."""
+    places = set()
     # In order: the hooks of each member have keys of their own.
     for one, other in zip(expected, attributes, strict=False):
         is_equal = one.mark == other.mark
@@ -189,11 +190,22 @@ def _check_attributes(expected: Sequence[Leaf], attributes: Sequence[Leaf]) -> N
             other_tree, other_tensors = extract_tensors(other.value)
             is_equal = repr(tree) == repr(other_tree) and all(map(torch.equal, tensors, other_tensors))
         if not is_equal:
-            raise ConfigurationError(
-                f"{text_of(one.path)} is another value under another seed, but all members of an ensemble have that of"
-                " the module. Register it with `self.register_buffer`, make it the same under every seed, or train the"
-                " members in runs of their own."
-            )
+            places.add(text_of(one.path))
+    return places
+
+
+def _check_differing(places: Collection[str]) -> None:
+    """Check that no attribute depends on the seed.
+
+    Raises:
+        ConfigurationError: If one does: the members of a run share the module's.
+    """
+    if places:
+        raise ConfigurationError(
+            f"{min(places)} is another value under another seed, but all members of an ensemble have that of the"
+            " module. Register it with `self.register_buffer`, make it the same under every seed, or train the members"
+            " in runs of their own."
+        )
 
 
 def _check_member(module: nn.Module, member: Any) -> None:

@@ -111,7 +111,11 @@ class Leaves:
             return
         # 2. So is a generator, which has a state that a file can hold.
         if is_generator(value):
-            yield Leaf(path, "generators", value, Content(pickle.dumps(generator_state(value))))
+            state = generator_state(value)
+            # A pickled tensor has its address beside its elements.
+            if isinstance(state, Tensor):
+                state = state.tolist()
+            yield Leaf(path, "generators", value, Content(pickle.dumps(state)))
             return
         # 3. An object is followed once, which also ends circles.
         if is_known and not isinstance(value, _DESCRIBED):

@@ -35,3 +35,17 @@ def test_views_of_weights_are_saved_with_these_alone() -> None:
     with torch.no_grad():
         layer.weight.mul_(0.5)
     assert not state.changes({"layer": Root(layer)})["values"]
+
+
+def test_a_generator_has_changed_once_it_has_drawn() -> None:
+    curriculum = Curriculum()
+    curriculum.generator = torch.Generator()
+    state = PlainState()
+    state.mark({"data": Root(curriculum)})
+    # It is read again into other memory.
+    kept = [curriculum.generator.get_state() for _ in range(3)]
+    assert not state.changes({"data": Root(curriculum)})["generators"]
+    torch.rand((), generator=curriculum.generator)
+    path, changed = state.changes({"data": Root(curriculum)})["generators"][0]
+    assert path == ["data", "generator"]
+    assert not torch.equal(changed, kept[0])
