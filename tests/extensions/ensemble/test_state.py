@@ -418,8 +418,15 @@ def test_attributes_that_depend_on_the_seed_are_refused(kind: str, members: int)
 
 @pytest.mark.parametrize(
     "draw",
-    [lambda: 3.0, lambda: torch.arange(3), lambda: numpy.arange(2000), time.perf_counter_ns],
-    ids=["a number", "a tensor", "an array", "the time"],
+    [
+        lambda: 3.0,
+        lambda: torch.arange(3),
+        lambda: numpy.arange(2000),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.tensor(torch.nan),
+        time.perf_counter_ns,
+    ],
+    ids=["a number", "a tensor", "an array", "without elements", "not a number", "the time"],
 )
 def test_attributes_that_do_not_depend_on_the_seed(draw: Callable[[], Any]) -> None:
     factory = partial(Attributed, draw)
