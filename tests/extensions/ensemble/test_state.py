@@ -16,6 +16,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 from torchmetrics import SumMetric
 
 from equipoise import (
@@ -386,6 +387,24 @@ class Attributed(Classifier):
         self.net.options = [draw()]
 
 
+class Prepared(Classifier):
+    """Its tensors beside the weights are of each member, are computed from weights, or are not for training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.rand(3), persistent=False)
+        self.example_input_array = torch.randn(1, 8)
+        prune.l1_unstructured(self.net[0], "weight", 0.3)
+
+
+def test_tensors_that_members_do_not_share_may_depend_on_the_seed() -> None:
+    """Of two members, one of which has the seed that follows that of the other."""
+    strategy = EnsembleStrategy(members=2, seeds=[6, 5], factory=Prepared)
+    seed_everything(6, verbose=False)
+    trainer(strategy).fit(Prepared(), loader(), loader(shuffle=False))
+    assert_members([alone(seed, Prepared)[0].state_dict() for seed in (6, 5)], strategy, CLOSE)
+
+
 class HookedBy(Classifier):
     """A hook has a value of the constructor."""
 
@@ -412,7 +431,7 @@ def test_attributes_that_depend_on_the_seed_are_refused(kind: str, members: int)
     ):
         factory = partial(module, DRAWS[kind])
         run = trainer(EnsembleStrategy(members=members, factory=factory))
-        with pytest.raises(ConfigurationError, match=f"^{place} is another value under another seed"):
+        with pytest.raises(ConfigurationError, match=f"^{place} depends on the seed"):
             run.fit(factory(), loader(), loader(shuffle=False))
 
 
@@ -424,9 +443,11 @@ def test_attributes_that_depend_on_the_seed_are_refused(kind: str, members: int)
         lambda: numpy.arange(2000),
         lambda: torch.empty(3, device="meta"),
         lambda: torch.tensor(torch.nan),
+        lambda: torch.ones(3).to(torch.float8_e4m3fn),
+        lambda: random.uniform,
         time.perf_counter_ns,
     ],
-    ids=["a number", "a tensor", "an array", "without elements", "not a number", "the time"],
+    ids=["a number", "a tensor", "an array", "without elements", "not a number", "short", "of the program", "the time"],
 )
 def test_attributes_that_do_not_depend_on_the_seed(draw: Callable[[], Any]) -> None:
     factory = partial(Attributed, draw)

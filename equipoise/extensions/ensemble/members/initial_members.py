@@ -8,7 +8,8 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import ConfigurationError
 from equipoise.interop.lightning.modules import hyperparameters_name
+from equipoise.interop.torch.modules import STRUCTURE
 from equipoise.parallel.equality import gap_of
 from equipoise.parallel.snapshot import random_state
 from equipoise.parallel.snapshot.plain.leaves import Leaf, Leaves
@@ -35,6 +37,8 @@ _REMEDY = (
 )
 # Names of tensors that an error lists.
 _MOST_NAMES = 6
+# Attributes that members do not share, or that training does not use.
+_NOT_SHARED = frozenset({*STRUCTURE, "_example_input_array"})
 # Seeds of numpy have 32 bits.
 _SEEDS = 2**32
 
@@ -105,36 +109,33 @@ def construct_members(module: nn.Module, factory: Factory | None, seeds: Sequenc
     if construct is None:
         construct = _constructor_of(module)
     members = []
-    # What the module has beside its weights may have been set after its construction, so that members are compared with
-    # one another: a further one is constructed if there is only one.
-    attributes: list[Leaf] = []
-    further_seeds = [(seeds[0] + 1) % _SEEDS] if len(seeds) == 1 else []
+    attributes = []
     with random_state.isolated():
-        for seed in [*seeds, *further_seeds]:
+        for seed in seeds:
             member = _constructed(construct, seed)
             _check_member(module, member)
             state = {}
             for name, tensor in _tensors_of(member).items():
                 state[name] = tensor.detach().clone()
             members.append(InitialMember(state, torch.get_rng_state()))
-            attributes_of_member = _attributes_of(member)
-            attributes = attributes or attributes_of_member
-            differing = _differing(attributes, attributes_of_member)
-            if differing:
-                # The time, say, is another one under the same seed, too.
-                again = _attributes_of(_constructed(construct, seeds[0]))
-                _check_differing(differing - _differing(attributes, again))
-    return members[: len(seeds)]
+            attributes.append(_attributes_of(member))
+        _check_attributes(construct, seeds, attributes)
+    return members
 
 
 def _constructed(construct: Factory, seed: int) -> Any:
     """Construct a member under a seed."""
+    _seed_generators(seed)
+    return construct()
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the program's generators on the CPU."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % _SEEDS)
-    return construct()
 
 
 def _constructor_of(module: nn.Module) -> Factory:
@@ -171,47 +172,81 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _attributes_of(member: nn.Module) -> list[Leaf]:
-    """Return numbers, tensors that are not registered, and generators, in attributes and hooks of a member."""
+def _attributes_of(member: nn.Module) -> dict[str, Leaf]:
+    """Return numbers, tensors that are not registered, and generators, in attributes and hooks, by their places."""
+    # A member may refer to the program's generators, which are none of its own.
+    _seed_generators(0)
     kind = type(member).__name__
-    parts = {f"{kind}.{name}".rstrip("."): Root(part) for name, part in member.named_modules()}
-    leaves = Leaves().of(parts)
-    return [leaf for leaf in leaves if leaf.kind in ("values", "generators") and not isinstance(leaf.value, str)]
+    parts = {}
+    for name, part in member.named_modules():
+        parts[f"{kind}.{name}".rstrip(".")] = Root(part, left_out=_NOT_SHARED)
+    attributes = {}
+    numbers_of_hooks: dict[Any, int] = {}
+    for leaf in Leaves().of(parts):
+        is_registered = "_buffers" in leaf.path
+        # Tensors that each forward computes from parameters, as that of `nn.utils.weight_norm`.
+        is_computed = isinstance(leaf.value, Tensor) and leaf.value.grad_fn is not None
+        if leaf.kind not in ("values", "generators") or is_registered or is_computed or isinstance(leaf.value, str):
+            continue
+        # Each hook of a process has a key of its own; their order is the same in all members.
+        path = list(leaf.path)
+        for index, (previous, step) in enumerate(pairwise(leaf.path), start=1):
+            if isinstance(step, list) and isinstance(previous, str) and "_hooks" in previous:
+                path[index] = [numbers_of_hooks.setdefault(step[0], len(numbers_of_hooks))]
+        attributes[text_of(path)] = leaf
+    return attributes
 
 
-def _differing(expected: Sequence[Leaf], attributes: Sequence[Leaf]) -> set[str]:
-    """Return the places at which two members have different attributes."""
-    places = set()
-    # In order: the hooks of each member have keys of their own.
-    for one, other in zip(expected, attributes, strict=False):
-        is_equal = one.mark == other.mark
-        # A mark has the numbers of tensors in place of their elements.
-        tree, tensors = extract_tensors(one.value)
-        if tensors:
-            other_tree, other_tensors = extract_tensors(other.value)
-            is_equal = repr(tree) == repr(other_tree) and not any(map(_differ, tensors, other_tensors))
-        if not is_equal:
-            places.add(text_of(one.path))
-    return places
+def _check_attributes(construct: Factory, seeds: Sequence[int], attributes: Sequence[dict[str, Leaf]]) -> None:
+    """Check that members have the same attributes beside parameters and buffers: in a run they share the module's.
 
+    The module itself is not compared, since a program may have changed its attributes after the construction.
 
-def _differ(expected: Tensor, tensor: Tensor) -> bool:
-    # Tensors on the meta device have no elements.
-    return not expected.is_meta and bool(gap_of(expected, tensor))
-
-
-def _check_differing(places: Collection[str]) -> None:
-    """Check that no attribute depends on the seed.
+    Args:
+        construct: Constructs a member.
+        seeds: The seeds of the members.
+        attributes: The attributes of each.
 
     Raises:
-        ConfigurationError: If one does: the members of a run share the module's.
+        ConfigurationError: If an attribute depends on the seed.
     """
+    # 1. At least two members.
+    first, *attributes_of_others = attributes
+    if not attributes_of_others:
+        attributes_of_others = [_attributes_of(_constructed(construct, (seeds[0] + 1) % _SEEDS))]
+    places = set()
+    for attributes_of_member in attributes_of_others:
+        places |= _differing(first, attributes_of_member)
+    # 2. The time, say, is another one under the same seed as well.
+    if places:
+        places -= _differing(first, _attributes_of(_constructed(construct, seeds[0])))
     if places:
         raise ConfigurationError(
-            f"{min(places)} is another value under another seed, but all members of an ensemble have that of the"
-            " module. Register it with `self.register_buffer`, make it the same under every seed, or train the members"
-            " in runs of their own."
+            f"{min(places)} depends on the seed, but all members of an ensemble share that of the module. Make it the"
+            " same under every seed, register it as a buffer if it is a tensor, or train the members in runs of their"
+            " own."
         )
+
+
+def _differing(expected: Mapping[str, Leaf], attributes: Mapping[str, Leaf]) -> set[str]:
+    """Return the places at which two members have different attributes."""
+    places = expected.keys() & attributes.keys()
+    return {place for place in places if not _is_same(expected[place], attributes[place])}
+
+
+def _is_same(one: Leaf, other: Leaf) -> bool:
+    tensors: list[Tensor] = []
+    # A mark has the numbers of tensors in place of their elements.
+    if one.content.has_tensors and other.content.has_tensors:
+        tree, tensors = extract_tensors(one.value)
+        other_tree, other_tensors = extract_tensors(other.value)
+    if not tensors:
+        return one.mark == other.mark
+    try:
+        return repr(tree) == repr(other_tree) and not any(map(gap_of, tensors, other_tensors))
+    except RuntimeError:
+        # Some dtypes and layouts cannot be compared, and tensors on the meta device have no elements.
+        return True
 
 
 def _check_member(module: nn.Module, member: Any) -> None:
