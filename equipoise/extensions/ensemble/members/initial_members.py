@@ -235,14 +235,15 @@ def _differing(expected: Mapping[str, Leaf], attributes: Mapping[str, Leaf]) -> 
 
 
 def _is_same(one: Leaf, other: Leaf) -> bool:
-    tensors: list[Tensor] = []
     # A mark has the numbers of tensors in place of their elements.
-    if one.content.has_tensors and other.content.has_tensors:
-        tree, tensors = extract_tensors(one.value)
-        other_tree, other_tensors = extract_tensors(other.value)
-    if not tensors:
+    if not one.content.has_tensors or not other.content.has_tensors:
         return one.mark == other.mark
     try:
+        tree, tensors = extract_tensors(one.value)
+        other_tree, other_tensors = extract_tensors(other.value)
+        # Only arrays of numpy.
+        if not tensors:
+            return one.mark == other.mark
         return repr(tree) == repr(other_tree) and not any(map(gap_of, tensors, other_tensors))
     except RuntimeError:
         # Some dtypes and layouts cannot be compared, and tensors on the meta device have no elements.
